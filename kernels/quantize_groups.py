@@ -317,7 +317,8 @@ def _short_tile(cast, k: int, transposed: bool, wide: bool) -> Tile:
     """A tile that holds whole groups, in both orientations where asked.  wide: x is read 16 elements at a time."""
     if cast.cols == -1:
         block_k = max(triton.next_power_of_2(k), NARROWEST)
-        return Tile(max(4096 // block_k, 1), block_k, max(block_k // 1024, 8), registers=64 if wide else 0)
+        few = wide and block_k <= 4096  # 16 elements a thread; of 32 the way with care would be spilled
+        return Tile(max(4096 // block_k, 1), block_k, max(block_k // 1024, 8), registers=64 if few else 0)
     if transposed:
         warps = (32, 16) if cast.rows > SMALL else (4, 8)
         return Tile(128, 128, warps[not wide], resident=24 if cast.rows <= SMALL and wide else WARPS_PER_PROCESSOR)

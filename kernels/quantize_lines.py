@@ -101,10 +101,10 @@ def _line_cast_kernel(
     parts: None, or FP32 [P, K], whose columns are added to `sums`.  CARE: as in quantize_groups.py.
     """
     ROWS: tl.constexpr = CARE if CARE > 0 else BLOCK_M
-    careful = (tl.load(work + NOT_FINITE) > 0) & (CARE > 0)
+    careful = tl.load(work + NOT_FINITE) > 0
     if COUNT:
-        careful = careful | (is_sampled(counts, index) & (CARE > 0))
-    if careful:  # in all programs or in none: its tiles are smaller
+        careful = careful | is_sampled(counts, index)
+    if careful & (CARE > 0):  # in all programs or in none: its tiles are smaller
         flushed, nonfinite, top, least = _line_tiles(
             x, amax_M, amax_K, q, scale, q_t, scale_t, M, K, (stride_m, stride_k),
             DTYPE, POWER_OF_2, BY_ROW, True, ROWS, BLOCK_K,

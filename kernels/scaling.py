@@ -147,8 +147,7 @@ def counted(lost, bad):
 def codes_of(x, s, DTYPE: tl.constexpr, CAREFUL: tl.constexpr):
     """Return (codes of x * s, how many were flushed, how many are not finite); CAREFUL: else x is finite, and 0, 0."""
     if CAREFUL:
-        codes, lost = scale_and_round(x, s, DTYPE)
-        flushed, nonfinite = counted(lost, is_finite(x) == 0)
+        codes, flushed, nonfinite = scale_round_and_count(x, s, DTYPE, True)
     else:
         codes = cast_finite(x * s, DTYPE)
         flushed = 0

@@ -214,6 +214,7 @@ def _memory() -> Iterator[tuple[str, tuple[int, ...], tuple[str, ...], Callable[
         yield _form(f"cast_transpose {name}", hopper, both, cast_transpose, _meta(M, K, dtype=BF16), how, _slot())
         x = _meta(M, K, dtype=BF16)
         yield _form(f"cast_transpose {name} sums", fp8, both, cast_transpose, x, how, _slot(), True)
+    yield _form("quantize wide row", hopper, wide, quantize, _meta(M, 16384, dtype=BF16), CASTS["row"], _slot())
     yield _form("quantize column", hopper, (), quantize, _meta(M, K, dtype=BF16), Cast.parse("e4m3 -1x1 p2"), None)
     yield _form(
         "quantize_given", hopper, ("_given_kernel",), quantize_given, _meta(M, K, dtype=BF16), CASTS["tensor"], _meta()

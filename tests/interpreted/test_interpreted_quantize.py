@@ -35,10 +35,10 @@ SLOTS, INDEX = 5, 3
 INF, NAN = float("inf"), float("nan")
 
 
-def slot(predicted: float = 0.0, record: bool = True, count: bool = True, calls: int = 0) -> Slot:
-    """Column INDEX of tables whose other columns hold what must stay.  calls: counted before."""
+def slot(predicted: float = 0.0, record: bool = True, count: bool = True) -> Slot:
+    """Column INDEX of tables whose other columns hold what must stay."""
     live, counts = torch.full((2, SLOTS), 77.0), torch.full((len(COUNTERS), SLOTS), 1 << 40)
-    live[:, INDEX], counts[:, INDEX], counts[0, INDEX] = torch.tensor([-1.0, predicted]), 0, calls
+    live[:, INDEX], counts[:, INDEX] = torch.tensor([-1.0, predicted]), 0
     return Slot(live, counts, INDEX, record, count)
 
 
