@@ -228,11 +228,12 @@ def machine_code(folder: Path, old: str, new: str | Callable[[re.Match[str]], st
 
 
 def test_a_last_program_that_acquires_nothing_is_named(tmp_path: Path, schedule: int):
-    """It reads the others' amaxes by atomics, which their order alone makes right."""
+    """It counts its call where the others read how many there were, which their order alone makes right."""
     x, how, counts = torch.randn(300, 256), cast_of(E4M3.dtype, 1, 128, True), torch.zeros(len(COUNTERS), 1)
     slot = Slot(torch.tensor([[-1.0], [0.0]]), counts.long(), 0)
     relaxed = r"(atom\.global\.gpu\.)acq_rel(\.add\.u32)", r"\1relaxed\2"
-    with machine_code(tmp_path, *relaxed, schedule), pytest.raises(Race, match=r"an atomic of CTA \d+ reads what CTA"):
+    unordered = r"this write by CTA \d+ is not ordered after the last read"
+    with machine_code(tmp_path, *relaxed, schedule), pytest.raises(Race, match=unordered):
         quantize_groups(x, how, slot, False)
 
 
