@@ -21,26 +21,26 @@ ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "architecture.md"
 TABLE = re.compile(r"(?<=<!-- written by benchmarks/lines.py -->\n).*?(?=<!-- end -->)", re.DOTALL)
 ENGINE = ("numerics", "ops", "scaling", "autograd", "auto", "nn", "convert")  # what computes and decides
-GOALS = {"engine": 8_600, "kernels": 2_500, "package": 20_600}  # lines of code
+GOALS = {"engine": 8_600, "kernels": 3_404, "package": 20_600}  # lines of code
 # By room: lines of code that it may have.
 BUDGET = {
-    "amp": 2_899,
+    "amp": 2_977,
     "auto": 1_628,
-    "autograd": 1_958,
-    "bench": 963,
+    "autograd": 1_972,
+    "bench": 961,
     "cli": 1_040,
-    "convert": 1_499,
+    "convert": 1_636,
     "demo": 1_082,
-    "distributed": 2_308,
-    "export": 1_269,
+    "distributed": 2_311,
+    "export": 1_287,
     "integrations": 199,
-    "kernels": 3_627,
-    "nn": 1_284,
+    "kernels": 3_404,
+    "nn": 1_296,
     "numerics": 610,
-    "ops": 3_154,
+    "ops": 3_161,
     "report": 3_106,
-    "scaling": 1_239,
-    "top level": 385,
+    "scaling": 1_244,
+    "top level": 386,
 }
 NO_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 

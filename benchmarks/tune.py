@@ -29,6 +29,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -298,20 +299,17 @@ def tune(
 def job_of(operation: str, where: torch.device, ticks: Clock) -> Job:
     """How an operation's candidates are run, checked and what they are held against, on a card."""
     out = Epilogue(None, torch.bfloat16)
-    launch = kernel("matmul_fp8" if operation == "matmul_fp8_promoted" else operation)
+    launch = kernel("matmul_fp16" if operation == "matmul_fp16" else "matmul_fp8")
     if operation == "matmul_fp16":
         check = Variant("bf16", lambda pair: pair.a.data @ pair.b.data.t())
         return Job(check, lambda pair, config: launch(pair.a.data, pair.b.data, out, config), where, ticks)
+    promoted = operation != "matmul_fp8"
     if operation == "matmul_block":
         multiply = scaled_mm.matmul if scaled_mm.no_blocks(where) is None else reference.matmul_fp8
         check = Variant("block", lambda pair: multiply(pair.a, pair.b), PROMOTED)
-        return Job(check, lambda pair, config: launch(pair.a, pair.b, out, config), where, ticks)
-    promoted = operation == "matmul_fp8_promoted"
-    check = Variant(
-        "tensor",
-        lambda pair: scaled_mm.matmul(pair.a, pair.b, fast=not promoted),
-        PROMOTED if promoted else FAST,
-    )
+    else:
+        multiply = partial(scaled_mm.matmul, fast=not promoted)
+        check = Variant("tensor", lambda pair: multiply(pair.a, pair.b), PROMOTED if promoted else FAST)
     return Job(check, lambda pair, config: launch(pair.a, pair.b, out, promoted, config), where, ticks)
 
 

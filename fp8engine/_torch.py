@@ -58,6 +58,7 @@ after_backward = torch.autograd.Variable._execution_engine.queue_callback  # cal
 sequence_number = torch._C._autograd._get_sequence_nr  # pyright: ignore[reportAttributeAccessIssue]  # order of nodes
 transforms_active = torch._C._are_functorch_transforms_active  # torch.func's grad, vjp, vmap, jvp
 tracing = torch._C._is_tracing  # torch.jit.trace
+saved_tensors_hooks = torch._C._autograd._top_saved_tensors_default_hooks  # pyright: ignore[reportAttributeAccessIssue]  # or None
 autocast_active = torch._C._is_any_autocast_enabled  # for any device
 
 # Compilation.

@@ -13,7 +13,7 @@ for one warpgroup; Triton puts a barrier of all eight warps before the one threa
 (tests/ops/test_kernels_gluon.py looks for it).  Two products are in flight at a time, so that STAGES is at least 2.
 
 Cost: 2 M N K operations and, from L2, (BLOCK_M + BLOCK_N) * BLOCK_K bytes for every BLOCK_M * BLOCK_N * BLOCK_K
-multiply-adds; 50 instructions a BLOCK_K.  It cannot be interpreted: its twin on a card is kernels/matmul_fp8.py, whose
+multiply-adds; 50 instructions a BLOCK_K.  It cannot be interpreted: its twin on a card is kernels/matmul.py, whose
 sums and roundings come in the same order, and whatever it lacks (`unsupported`) is left to that one.
 Source: DeepSeek-V3, arXiv 2412.19437, section 3.3.2, for the accumulator's width.
 """

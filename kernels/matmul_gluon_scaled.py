@@ -23,8 +23,8 @@ are multiplied meanwhile.
 Ceilings (`make codegen`) and the bytes from L2 are in kernels/README.md.  Per element of a tile and g one addition, one
 multiply-add, or one multiply-add and a multiplication; from L2 (BLOCK_M + BLOCK_N) * BLOCK_K bytes.  Tiles of 256x128
 (two products a consumer, issued in turns) took 0.99 to 1.03 of these tiles' time on an H200, and went.
-It cannot be interpreted: its twins are kernels/matmul_fp8.py and kernels/matmul_block.py, whose sums and roundings
-come in the same order, and what it cannot do (`unsupported`) is left to them.
+It cannot be interpreted: its twin is kernels/matmul.py, whose sums and roundings come in the same order, and what it
+cannot do (`unsupported`) is left to that one.
 Sources: DeepSeek-V3, arXiv 2412.19437, section 3.3; DeepGEMM for two consumers, of 64 rows each.
 """
 
@@ -301,7 +301,7 @@ def unsupported(a, b, epilogue, config: Config) -> str | None:
 def matmul_gluon_scaled(a, b, epilogue, config: Config) -> torch.Tensor:
     """y [M, N] of `epilogue.out`, wherever `unsupported` says None.
 
-    As `matmul_block` where scales change along K, else as `matmul_fp8` with promotion.  epilogue: everything is used.
+    As a promoted `matmul_fp8`.  epilogue: everything is used.
     config: block_m, block_n and block_k are limits.TILE.
     """
     (m, k), n = a.data.shape, b.data.shape[0]

@@ -12,7 +12,7 @@ them; the host knows only a bound of how many there are.
             mask in the loop.  An expert without rows gets zeros
 
 Scales per tensor; per row (of a: each row; of b: each row of each expert; in sums one per expert and row of a or b);
-or along what is summed, 1 x 128 or 128 x 128 (or 32, 64), promoted as in matmul_block.py.  A row that belongs to no
+or along what is summed, 1 x 128 or 128 x 128 (or 32, 64), promoted as in matmul.py.  A row that belongs to no
 expert, behind the last one, gets zeros.
 
 Cost: 2 T N K operations each; of a ragged tile all 128 rows are multiplied: an expert of 17 rows costs what 64 cost.
@@ -25,12 +25,11 @@ from typing import NamedTuple
 import torch
 import triton
 import triton.language as tl
-from triton.language.target_info import cuda_capability_geq
 
 from fp8engine.kernels.epilogue import store_result
 from fp8engine.kernels.expert_rows import BLOCK, expert_of, experts_of, last_blocks, most_blocks, rows_of, width
-from fp8engine.kernels.launch import describable, parts, processors, reader, stages, triton_dtype
-from fp8engine.kernels.matmul_block import scale_of
+from fp8engine.kernels.launch import DESCRIPTOR, POINTER, describable, parts, processors, reader, stages, triton_dtype
+from fp8engine.kernels.matmul import OPERATIONS, add_product, scale_of, sums_of_products
 from fp8engine.kernels.tile import load_tile, place_of, store_tile
 from fp8engine.kernels.tuning import Config, capability, pick, plain, programs
 
@@ -52,8 +51,8 @@ class Result(NamedTuple):
 def _sums(
     a, b, scale_a, scale_b, row_a, row_b, scale_row_a, scale_row_b, first, last, LIMIT_A, LIMIT_B, LIMIT_SCALE_A,
     LIMIT_SCALE_B, LIMIT_K, stride_a, stride_b, strides_a, strides_b,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, LOAD: tl.constexpr, PROMOTED: tl.constexpr,
-    IN_BLOCKS: tl.constexpr, ROWS_A: tl.constexpr, ROWS_B: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, LOAD: tl.constexpr, SUMS: tl.constexpr,
+    ROWS_A: tl.constexpr, ROWS_B: tl.constexpr,
 ):  # fmt: skip
     """A tile's sums over [first, last): rows from row_a of a times rows from row_b of b, as FP32 [BLOCK_M, BLOCK_N].
 
@@ -63,25 +62,13 @@ def _sums(
     for k in range(first, last, BLOCK_K):
         a_MK = load_tile(a, row_a, k, LIMIT_A, LIMIT_K, (stride_a, 1), BLOCK_M, BLOCK_K, LOAD)
         b_NK = load_tile(b, row_b, k, LIMIT_B, LIMIT_K, (stride_b, 1), BLOCK_N, BLOCK_K, LOAD)
-        if IN_BLOCKS:
+        s = 1.0
+        if SUMS == "scaled":
             group = k // BLOCK_K
-            s_a = scale_of(scale_a, group, scale_row_a, LIMIT_SCALE_A, strides_a[0], strides_a[1], ROWS_A, BLOCK_M)
-            s_b = scale_of(scale_b, group, scale_row_b, LIMIT_SCALE_B, strides_b[0], strides_b[1], ROWS_B, BLOCK_N)
-            sums_MN = tl.dot(a_MK, b_NK.T)
-            if ROWS_A % BLOCK_M == 0 and ROWS_B % BLOCK_N == 0:
-                acc_MN += sums_MN * (s_a * s_b)
-            elif ROWS_B % BLOCK_N == 0:
-                acc_MN += sums_MN * (s_a * s_b)[:, None]
-            elif ROWS_A % BLOCK_M == 0:
-                acc_MN += sums_MN * (s_a * s_b)[None, :]
-            else:
-                acc_MN += sums_MN * (s_a[:, None] * s_b[None, :])
-        elif PROMOTED and cuda_capability_geq(9, 0) and not cuda_capability_geq(10, 0):
-            acc_MN += tl.dot(a_MK, b_NK.T)
-        elif PROMOTED:  # as in matmul_fp8.py
-            acc_MN += tl.dot(a_MK, b_NK.T, max_num_imprecise_acc=BLOCK_K)
-        else:
-            acc_MN = tl.dot(a_MK, b_NK.T, acc_MN)
+            s_a = scale_of(scale_a, group, scale_row_a, LIMIT_SCALE_A, strides_a, ROWS_A, BLOCK_M, 1)
+            s_b = scale_of(scale_b, group, scale_row_b, LIMIT_SCALE_B, strides_b, ROWS_B, BLOCK_N, 0)
+            s = s_a * s_b
+        acc_MN = add_product(acc_MN, a_MK, b_NK, s, SUMS)
     return acc_MN
 
 
@@ -91,10 +78,11 @@ def _grouped_rows_kernel(
     y,
     M, N, K, EXPERTS, stride_a, stride_b, stride_scale_am, stride_scale_ak, stride_scale_bn, stride_scale_bk,
     WIDTH: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
-    LOAD: tl.constexpr, PARTS: tl.constexpr, PROMOTED: tl.constexpr, IN_BLOCKS: tl.constexpr,
+    LOAD: tl.constexpr, PARTS: tl.constexpr, SUMS: tl.constexpr,
     ROWS_A: tl.constexpr, ROWS_B: tl.constexpr, CLEAR: tl.constexpr, OUT: tl.constexpr,
 ):  # fmt: skip
     """ROWS_A, ROWS_B: rows that share a scale; -1: all of them."""
+    SCALED: tl.constexpr = SUMS == "scaled"
     BY_ROW_A: tl.constexpr = ROWS_A == 1
     BY_ROW_B: tl.constexpr = ROWS_B == 1
     ends = last_blocks(bounds, EXPERTS, WIDTH)
@@ -114,21 +102,16 @@ def _grouped_rows_kernel(
             a, b, scale_a, scale_b, row, row_b, scale_row_a, b_scales + column, 0, here, end, EXPERTS * N,
             down if ROWS_A > 1 else end, b_scales + N, K, stride_a, stride_b,
             (stride_scale_am, stride_scale_ak), (stride_scale_bn, stride_scale_bk),
-            BLOCK_M, BLOCK_N, BLOCK_K, LOAD, PROMOTED, IN_BLOCKS, ROWS_A, ROWS_B,
+            BLOCK_M, BLOCK_N, BLOCK_K, LOAD, SUMS, ROWS_A, ROWS_B,
         )  # fmt: skip
         bias_N = bias
         if bias is not None:
             bias_N = bias + tl.cast(expert, tl.int64) * N
-        if IN_BLOCKS:
-            store_result(
-                y, acc_MN, row, column, end, N, None, None, bias_N, None, OUT, "none", False, False, False, PARTS, False
-            )  # fmt: skip
-        else:
-            scale_bN = scale_b + b_scales if BY_ROW_B else scale_b
-            store_result(
-                y, acc_MN, row, column, end, N, scale_a, scale_bN, bias_N, None,
-                OUT, "none", BY_ROW_A, BY_ROW_B, False, PARTS, False,
-            )  # fmt: skip
+        scale_bN = scale_b + b_scales if BY_ROW_B else scale_b
+        store_result(
+            y, acc_MN, row, column, end, N, None if SCALED else scale_a, None if SCALED else scale_bN, bias_N, None,
+            OUT, "none", BY_ROW_A, BY_ROW_B, False, PARTS, False,
+        )  # fmt: skip
     zeros = tl.zeros((CLEAR, BLOCK_N), dtype=OUT)
     for row in range(tl.load(bounds + EXPERTS) + tl.program_id(0) * CLEAR, M, tl.num_programs(0) * CLEAR):
         for column in range(0, N, BLOCK_N):
@@ -141,10 +124,11 @@ def _grouped_sums_kernel(
     y,
     M, N, T, EXPERTS, stride_a, stride_b, stride_scale_am, stride_scale_at, stride_scale_bn, stride_scale_bt,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
-    LOAD: tl.constexpr, PARTS: tl.constexpr, PROMOTED: tl.constexpr, IN_BLOCKS: tl.constexpr,
+    LOAD: tl.constexpr, PARTS: tl.constexpr, SUMS: tl.constexpr,
     ROWS_A: tl.constexpr, ROWS_B: tl.constexpr, OUT: tl.constexpr,
 ):  # fmt: skip
     """y [E, M, N] of a [M, T] and b [N, T] in blocks: T columns.  ROWS_A, ROWS_B: rows that share a scale, -1: all."""
+    SCALED: tl.constexpr = SUMS == "scaled"
     BY_ROW_A: tl.constexpr = ROWS_A == 1
     BY_ROW_B: tl.constexpr = ROWS_B == 1
     of_one = tl.cdiv(M, BLOCK_M) * tl.cdiv(N, BLOCK_N)
@@ -156,20 +140,15 @@ def _grouped_sums_kernel(
         acc_MN = _sums(
             a, b, scale_a, scale_b, row, column, row, column, first, last, M, N, M, N, T, stride_a, stride_b,
             (stride_scale_am, stride_scale_at), (stride_scale_bn, stride_scale_bt),
-            BLOCK_M, BLOCK_N, BLOCK_K, LOAD, PROMOTED, IN_BLOCKS, ROWS_A, ROWS_B,
+            BLOCK_M, BLOCK_N, BLOCK_K, LOAD, SUMS, ROWS_A, ROWS_B,
         )  # fmt: skip
         y_MN = y + tl.cast(expert, tl.int64) * M * N
-        if IN_BLOCKS:
-            store_result(
-                y_MN, acc_MN, row, column, M, N, None, None, None, None, OUT, "none", False, False, False, PARTS, False
-            )  # fmt: skip
-        else:
-            scale_aM = scale_a + expert * M if BY_ROW_A else scale_a
-            scale_bN = scale_b + expert * N if BY_ROW_B else scale_b
-            store_result(
-                y_MN, acc_MN, row, column, M, N, scale_aM, scale_bN, None, None,
-                OUT, "none", BY_ROW_A, BY_ROW_B, False, PARTS, False,
-            )  # fmt: skip
+        scale_aM = scale_a + expert * M if BY_ROW_A else scale_a
+        scale_bN = scale_b + expert * N if BY_ROW_B else scale_b
+        store_result(
+            y_MN, acc_MN, row, column, M, N, None if SCALED else scale_aM, None if SCALED else scale_bN, None, None,
+            OUT, "none", BY_ROW_A, BY_ROW_B, False, PARTS, False,
+        )  # fmt: skip
 
 
 def grouped_rows(
@@ -186,14 +165,13 @@ def grouped_rows(
     if t == 0 or n == 0:
         return y_TN
     blocks = most_blocks(t, experts)
-    config = config or _config(a, b, promoted, blocks * BLOCK, n)
+    sums, config = _how(a, b, promoted, config, (blocks * BLOCK, n))
     tiles = blocks * (BLOCK // config.block_m) * math.ceil(n / config.block_n)
-    strides = (*a.scale.stride(), *b.scale.stride()) if _in_blocks(a) else (0, 0, 0, 0)
-    _grouped_rows_kernel[_grid(tiles, a, promoted, config)](
+    _grouped_rows_kernel[_grid(tiles, a.data.device, sums, config)](
         *_readers(a, b, config), a.scale, b.scale, result.bias_EN, bounds_2E1,  # inputs
         y_TN,  # output
-        t, n, k, experts, a.data.stride(0), b.data.stride(0), *strides,  # sizes
-        WIDTH=width(experts), CLEAR=CLEARED, **_constants(a, b, result, config, promoted, y_TN),  # constants
+        t, n, k, experts, a.data.stride(0), b.data.stride(0), *_scale_strides(a, b, sums),  # sizes
+        WIDTH=width(experts), CLEAR=CLEARED, **_constants(a, b, result, config, sums, y_TN),  # constants
     )  # fmt: skip
     return y_TN
 
@@ -208,52 +186,51 @@ def grouped_sums(a, b, bounds_2E1, result: Result, promoted: bool = True, config
     y_EMN = torch.empty(experts, m, n, dtype=result.out, device=a.data.device)
     if m == 0 or n == 0:
         return y_EMN
-    config = config or _config(a, b, promoted, m * experts, n)
+    sums, config = _how(a, b, promoted, config, (m * experts, n))
     tiles = experts * math.ceil(m / config.block_m) * math.ceil(n / config.block_n)
-    strides = (*a.scale.stride(), *b.scale.stride()) if _in_blocks(a) else (0, 0, 0, 0)
-    _grouped_sums_kernel[_grid(tiles, a, promoted, config)](
+    _grouped_sums_kernel[_grid(tiles, a.data.device, sums, config)](
         *_readers(a, b, config), a.scale, b.scale, bounds_2E1,  # inputs
         y_EMN,  # output
-        m, n, t, experts, a.data.stride(0), b.data.stride(0), *strides,  # sizes
-        **_constants(a, b, result, config, promoted, y_EMN.flatten(0, 1)),  # constants
+        m, n, t, experts, a.data.stride(0), b.data.stride(0), *_scale_strides(a, b, sums),  # sizes
+        **_constants(a, b, result, config, sums, y_EMN.flatten(0, 1)),  # constants
     )  # fmt: skip
     return y_EMN
 
 
-def _in_blocks(a) -> bool:
-    """Whether scales change along what is summed."""
-    return a.scale.dim() == 2 and a.cols != -1
+def _how(a, b, promoted: bool, config: Config | None, size: tuple[int, int]) -> tuple[str, Config]:
+    """SUMS (matmul.py), and the configuration: where none is given, of a dense matmul of that size (M, N)."""
+    sums = sums_of_products(a, promoted)
+    if config is None:
+        aligned = describable(a.data) and describable(b.data)
+        config = plain(pick(OPERATIONS[sums], capability(a.data.device), *size, aligned))
+    return sums, config._replace(block_k=a.cols) if sums == "scaled" else config
 
 
-def _config(a, b, promoted: bool, m: int, n: int) -> Config:
-    aligned = describable(a.data) and describable(b.data)
-    return plain(pick(_operation(a, promoted), capability(a.data.device), m, n, aligned))
-
-
-def _operation(a, promoted: bool) -> str:
-    """The dense matmul whose configurations are taken."""
-    return "matmul_block" if _in_blocks(a) else "matmul_fp8_promoted" if promoted else "matmul_fp8"
-
-
-def _grid(tiles: int, a, promoted: bool, config: Config) -> tuple[int]:
+def _grid(tiles: int, where: torch.device, sums: str, config: Config) -> tuple[int]:
     """A program for each tile that there may be, as many as the card surely holds at once."""
-    where = a.data.device
-    return (min(tiles, processors(where) * programs(_operation(a, promoted), config, where)),)
+    return (min(tiles, processors(where) * programs(OPERATIONS[sums], config, where)),)
+
+
+def _load(config: Config) -> str:
+    return DESCRIPTOR if config.descriptors else POINTER
 
 
 def _readers(a, b, config: Config) -> tuple:
     """What the kernel is given to read tiles of a and b."""
-    load, block_k = "descriptor" if config.descriptors else "pointer", a.cols if _in_blocks(a) else config.block_k
-    return reader(a.data, load, config.block_m, block_k), reader(b.data, load, config.block_n, block_k)
+    load = _load(config)
+    return reader(a.data, load, config.block_m, config.block_k), reader(b.data, load, config.block_n, config.block_k)
 
 
-def _constants(a, b, result: Result, config: Config, promoted: bool, y_MN: torch.Tensor) -> dict:
+def _scale_strides(a, b, sums: str) -> tuple[int, ...]:
+    """Of both operands' scales, along rows and along groups."""
+    return (*a.scale.stride(), *b.scale.stride()) if sums == "scaled" else (0, 0, 0, 0)
+
+
+def _constants(a, b, result: Result, config: Config, sums: str, y_MN: torch.Tensor) -> dict:
     """Constants and options of both kernels.  y is written by pointers, whose masks end with an expert."""
-    in_blocks, by_pointers = _in_blocks(a), config._replace(descriptors=False)
     return {
-        "BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "BLOCK_K": a.cols if in_blocks else config.block_k,
-        "GROUP_M": config.group_m, "LOAD": "descriptor" if config.descriptors else "pointer",
-        "PARTS": parts(by_pointers, result, y_MN), "PROMOTED": promoted, "IN_BLOCKS": in_blocks,
+        "BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "BLOCK_K": config.block_k, "GROUP_M": config.group_m,
+        "LOAD": _load(config), "PARTS": parts(config._replace(descriptors=False), result, y_MN), "SUMS": sums,
         "ROWS_A": a.rows, "ROWS_B": b.rows, "OUT": triton_dtype(result.out),
         "num_warps": config.warps, "num_stages": stages(config, y_MN),
     }  # fmt: skip

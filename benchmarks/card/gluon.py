@@ -17,12 +17,12 @@ SCALED = TILE._replace(stages=5, parts=2, kernel="gluon")
 Run = Callable[[Pair], torch.Tensor]
 
 
-def _block(pair: Pair) -> torch.Tensor:
-    return kernel("matmul_block")(pair.a, pair.b, END, TILE)
+def _promoted(pair: Pair) -> torch.Tensor:
+    return kernel("matmul_fp8")(pair.a, pair.b, END, True, TILE)
 
 
 def _scaled(pair: Pair) -> torch.Tensor:
-    return kernel("matmul_gluon_scaled")(pair.a, pair.b, END, SCALED)
+    return kernel("matmul_gluon_scaled", "matmul_gluon_scaled")(pair.a, pair.b, END, SCALED)
 
 
 # Name -> (kind of operands, error of the sums, Triton's way, Gluon's way).
@@ -31,16 +31,11 @@ WAYS: dict[str, tuple[str, float, Run, Run]] = {
         "tensor",
         FAST,
         lambda pair: kernel("matmul_fp8")(pair.a, pair.b, END, False, WIDE),
-        lambda pair: kernel("matmul_gluon")(pair.a, pair.b, END, WIDE),
+        lambda pair: kernel("matmul_gluon", "matmul_gluon")(pair.a, pair.b, END, WIDE),
     ),
-    "tensor promoted": (
-        "tensor",
-        PROMOTED,
-        lambda pair: kernel("matmul_fp8")(pair.a, pair.b, END, True, TILE),
-        _scaled,
-    ),
-    "block": ("block", PROMOTED, _block, _scaled),
-    "block by block": ("block by block", PROMOTED, _block, _scaled),
+    "tensor promoted": ("tensor", PROMOTED, _promoted, _scaled),
+    "block": ("block", PROMOTED, _promoted, _scaled),
+    "block by block": ("block by block", PROMOTED, _promoted, _scaled),
 }
 
 

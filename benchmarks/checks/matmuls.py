@@ -207,8 +207,7 @@ def gluon(where: torch.device, way: str) -> str | None:
     Integers, and scales that are no powers of two where they are added in FP32.
     """
     from fp8engine.kernels import matmul_gluon, matmul_gluon_scaled
-    from fp8engine.kernels.matmul_block import matmul_block
-    from fp8engine.kernels.matmul_fp8 import matmul_fp8
+    from fp8engine.kernels.matmul import matmul_fp8
     from fp8engine.kernels.tuning import Config
 
     tile = Config(128, 128, 128)
@@ -227,9 +226,7 @@ def gluon(where: torch.device, way: str) -> str | None:
             else:
                 reason = matmul_gluon_scaled.unsupported(a, b, end, scaled)
                 launch, config = matmul_gluon_scaled.matmul_gluon_scaled, scaled
-                twin = partial(matmul_block, config=tile)
-                if way == "promoted":
-                    twin = partial(matmul_fp8, promoted=True, config=tile)
+                twin = partial(matmul_fp8, promoted=True, config=tile)
             if reason:
                 return f"{m}x{n}x{k}: {reason}"
             found, wanted = launch(a, b, end, config), twin(a, b, end)

@@ -19,9 +19,7 @@ import torch
 from benchmarks.machine_code import attention
 from fp8engine.kernels.act_quantize import act_quantize, act_quantize_backward
 from fp8engine.kernels.cast_transpose import cast_transpose
-from fp8engine.kernels.matmul_block import matmul_block
-from fp8engine.kernels.matmul_fp8 import matmul_fp8
-from fp8engine.kernels.matmul_fp16 import matmul_fp16
+from fp8engine.kernels.matmul import matmul_fp8, matmul_fp16
 from fp8engine.kernels.matmul_grouped import Result, grouped_rows, grouped_sums
 from fp8engine.kernels.norm_quantize import norm_quantize, norm_quantize_backward
 from fp8engine.kernels.quantize import quantize, quantize_given
@@ -123,7 +121,7 @@ def _forms(
         for rows in (1, 128) if n != ODD else (1,):
             # 1: wgrad, whose operands were quantised down their columns and transposed
             a, b = _operand(m, k, 1, 128, rows == 1), _operand(n, k, rows, 128, rows == 1)
-            yield f"1x128 {rows}x128", partial(matmul_block, a, b, epilogue, config)
+            yield f"1x128 {rows}x128", partial(matmul_fp8, a, b, epilogue, True, config)
     else:
         rows = 1 if end == "row" else -1
         a, b, promoted = _operand(m, k, rows, -1), _operand(n, k, rows, -1), operation == "matmul_fp8_promoted"

@@ -47,7 +47,7 @@ KINDS = {
 FAMILIES = {
     "casts": ("scaling", "rounding", "quantize", "quantize_groups", "quantize_lines", "column_sums"),
     "norms": ("norm_quantize", "act_quantize", "activations", "produce"),
-    "matmuls": ("tile", "epilogue", "matmul_fp8", "matmul_block", "matmul_fp16"),
+    "matmuls": ("tile", "epilogue", "matmul"),
     "Gluon": ("gluon_ring", "matmul_gluon", "matmul_gluon_scaled"),
     "split-K": ("split_k",),
     "grouped": ("matmul_grouped", "quantize_experts", "expert_rows"),

@@ -82,9 +82,7 @@ WAYS = {
     "interpreter": {
         "kernels/scaling.py": interpreted("quantize", "act", "cast_transpose"),
         "kernels/produce.py": interpreted("produce", "act", "norm"),
-        "kernels/matmul_fp8.py": interpreted("split_k", "matmul_fp8", "epilogue"),
-        "kernels/matmul_block.py": interpreted("matmul_block", "epilogue"),
-        "kernels/matmul_fp16.py": interpreted("matmul_fp16", "epilogue"),
+        "kernels/matmul.py": interpreted("split_k", "matmul_fp8", "matmul_block", "matmul_fp16", "epilogue"),
         "kernels/split_k.py": interpreted("split_k"),
         "kernels/epilogue.py": interpreted("epilogue", "matmul_fp8"),
         "kernels/activations.py": interpreted("epilogue", "act"),
@@ -107,16 +105,14 @@ WAYS = {
     "emulated": {
         "kernels/scaling.py": on_card(SCALES, "quantize"),
         "kernels/produce.py": on_card(STORES, "produce", "act", "norm"),
-        "kernels/matmul_fp8.py": Suite(
+        "kernels/matmul.py": Suite(
             (
                 "tests/emulated/test_hopper_sums.py",
                 *emulated("split_k", "parts_are_exact_and_added_as_the_twin_adds_them"),
-                *on_card("", "matmul_fp8", "epilogue").paths[:2],
+                "tests/emulated/test_emulated_matmuls.py",
             ),
-            "number_of_programs or formats_and_scales or alone or bits_of_an_h100 or parts_are_exact",
+            "bits_of_an_h100 or parts_are_exact or flattened",
         ),
-        "kernels/matmul_block.py": on_card("number_of_programs or formats_and_scales or any_strides", "matmul_block"),
-        "kernels/matmul_fp16.py": on_card("number_of_programs or layouts", "matmul_fp16"),
         "kernels/epilogue.py": on_card("alone or saturation_begins or nan_and_inf or activations_of", "epilogue"),
         "kernels/tile.py": on_card(
             "visited_once or pieces_are or number_of_programs or an_offset", "tile", "matmul_fp8"

@@ -4,10 +4,10 @@ The model runs twice on the same inputs, in `high` and in `low`, and each module
 
     error = ||y_low - y_high||_2 / ||y_high||_2        SQNR = -20 log10(error) dB        in FP64, over finite elements
 
-A 16-bit `low` runs under autocast, the parameters as they are; any other dtype runs with parameters, buffers and
-inputs cast to it and autocast off.  Errors add up from layer to layer, so the layer to examine is the first whose error
-passes the threshold, or whose output is not finite where the other's is.  Modules are listed in the order they finish,
-inner ones before the one that holds them.
+A 16-bit `low` runs under autocast, the parameters as they are (a decorated model under its own autocast and lists); any
+other dtype runs with parameters, buffers and inputs cast to it and autocast off, in decorated models too.  Errors add
+up from layer to layer, so the layer to examine is the first whose error passes the threshold, or whose output is not
+finite where the other's is.  Modules are listed in the order they finish, inner ones before the one that holds them.
 
 The model is left as it was.  Buffers are swapped for copies, parameters' data put back, attributes of every module
 restored; torch's and Python's random numbers start from the same state in both runs and end where they were.
@@ -187,7 +187,7 @@ def _run(model: nn.Module, inputs: Any, dtype: torch.dtype, lists: OpLists, draw
         given = tree_map(lambda value: _copy(value, None if half else dtype), inputs)
         # No cache: a cast made here without gradients must not serve a surrounding autocast (torch 2.13 sees to that
         # itself; older ones were not tried).
-        casting = autocast(device_type, dtype if half else None, half, cache_enabled=False, lists=lists)
+        casting = autocast(device_type, dtype if half else torch.float32, half, cache_enabled=False, lists=lists)
         with casting, _DropoutIn(drawn_in):
             call(model, given)
 

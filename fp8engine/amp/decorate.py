@@ -30,7 +30,7 @@ from fp8engine import _torch
 from fp8engine.amp.autocast import autocast, check_bf16
 from fp8engine.amp.lists import UNCHANGED, OpLists
 from fp8engine.amp.master import MasterWeights
-from fp8engine.amp.mixed import mixed, reduced
+from fp8engine.amp.mixed import in_fp32, mixed, reduced
 from fp8engine.amp.pin import CONTAINERS, Fp32Pinned, pin_fp32
 from fp8engine.amp.scaled import ScaledOptimizer, Scaling
 from fp8engine.amp.scaler import GradScaler
@@ -67,10 +67,11 @@ class Decorated:
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's own forward in mixed precision; an output in 16 bits is returned in FP32."""
-        how = self._fp8engine_amp
+        how, where = self._fp8engine_amp, device_type(self, (args, kwargs))
+        dtype = torch.float32 if in_fp32(where) else how.dtype
         if how.level == "O2":  # as the weights take it
-            args, kwargs = cast_all((args, kwargs), NARROW, how.dtype)
-        with autocast(device_type(self, (args, kwargs)), how.dtype, lists=how.lists):
+            args, kwargs = cast_all((args, kwargs), NARROW, dtype)
+        with autocast(where, dtype, dtype in SIXTEEN_BIT, lists=how.lists):
             output = super().forward(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
         return cast_all(output, SIXTEEN_BIT, torch.float32)
 

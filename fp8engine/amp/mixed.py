@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+import torch
 from torch import nn
 
 
@@ -34,6 +35,17 @@ def plain(mixin: type, kind: type) -> type:
 def reduced(mixin: type, module: Any) -> tuple:
     """What `__reduce_ex__` of a mixin returns: pickle finds a class by its name, and one made at run time has none."""
     return _rebuild, (mixin, plain(mixin, type(module))), module.__getstate__()
+
+
+def fp32(device_type: str) -> torch.autocast:
+    """Autocast off, also in decorated models inside: torch keeps the dtype of an autocast that is off, and hands it on
+    to a checkpoint's second forward and to compiled graphs."""
+    return torch.autocast(device_type, torch.float32, enabled=False)
+
+
+def in_fp32(device_type: str) -> bool:
+    """Whether a pin or the FP32 run of a comparison is around."""
+    return torch.get_autocast_dtype(device_type) == torch.float32
 
 
 def _rebuild(mixin: type, kind: type[nn.Module]) -> Any:

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.func import functional_call
 
-from fp8engine.amp.mixed import mixed, plain, reduced
+from fp8engine.amp.mixed import fp32, mixed, plain, reduced
 from fp8engine.amp.tensors import SIXTEEN_BIT, cast_all, device_type, tensors
 from fp8engine.errors import ConversionError, UnknownName
 
@@ -35,8 +35,9 @@ class Fp32Pinned:
         """The module's own forward, in FP32."""
         where = device_type(self, (args, kwargs))
         low = next((x.dtype for x in tensors((args, kwargs)) if x.dtype in SIXTEEN_BIT), None)
-        keep = self._fp32_output == "fp32" or (self._fp32_output == "auto" and torch.is_autocast_enabled(where))
-        with torch.autocast(where, enabled=False):
+        casts = torch.is_autocast_enabled(where) or hasattr(self, "_fp8engine_amp")  # a decorated model returns FP32
+        keep = self._fp32_output == "fp32" or (self._fp32_output == "auto" and casts)
+        with fp32(where):
             args, kwargs = cast_all((args, kwargs), SIXTEEN_BIT, torch.float32)
             output = self._run(args, kwargs)
         return output if keep or low is None else cast_all(output, (torch.float32,), low)
@@ -96,6 +97,7 @@ def pin_fp32(module: nn.Module, *, output: str = "auto") -> Pin:
     output: "fp32" leaves what it returns in FP32; "input" casts it back to the FP16 or BF16 of its inputs (a value
     beyond that range becomes Inf: `find_overflow` names it); "auto" is "fp32" under autocast and "input" without.
     Inputs and weights in FP16 or BF16 are cast up, others are left.  Pinning a pinned module only sets `output`.
+    A layer of fe.convert goes on multiplying in the formats of its recipe: fe.revert it, or convert it as "fp32".
 
     Raises UnknownName (output), ConversionError (not a module with a forward of its own that can be pinned).
 

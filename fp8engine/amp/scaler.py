@@ -192,6 +192,10 @@ class GradScaler(torch.amp.GradScaler):
         if not self._enabled:
             return
         scale, _ = self._check_scale_growth_tracker("update")
+        checked = {key: state for key, state in self._per_optimizer_states.items() if state["found_inf_per_device"]}
+        skips = {} if self._ended else self._skips  # ended: only unscaled, not stepped
+        read = [skips.get(key) for key in checked]
+        known = all(isinstance(found, bool) for found in read)
         if new_scale is not None:
             value = fp32(float(new_scale))
             scale_rules.check(value)
@@ -199,21 +203,21 @@ class GradScaler(torch.amp.GradScaler):
             before = self._known()
             super().update(value)
             self._remember(before._replace(scale=value))
-            self._ended = True
+            self._skips, self._ended = skips, True
+            if checked:  # a step has ended, too
+                found = any(read) if known else self._combined(checked.values())
+                self._stats = self._stats.after(bool(found), False)
             self._changed(before.scale, value)
             return
-        if self._ended:  # only unscaled, not stepped
-            self._skips = {}
-        checked = {key: state for key, state in self._per_optimizer_states.items() if state["found_inf_per_device"]}
+        self._skips = skips
         if not checked:
             raise OptimizerError(
                 "update() without a step that looked for Inf and NaN: call scaler.step(optimizer) before it; a step"
                 " that takes a grad_scaler must call grad_scaler.unscale_(self)"
             )
-        read = [self._skips.get(key) for key in checked]
         self._per_optimizer_states.clear()
         self._ended = True
-        if all(isinstance(found, bool) for found in read):
+        if known:
             self._replay(any(read), self._factors, write=True)
         elif self._at_hand(scale):
             self._replay(bool(self._combined(checked.values())), self._factors, write=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -31,26 +33,51 @@ def _version(tensor: torch.Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version  # a tensor of inference mode counts no versions
 
 
-def tensors(tree: Any) -> Iterator[torch.Tensor]:
-    """Every tensor in nested tuples, lists and dicts (a Hugging Face output is a dict), in order."""
+def tensors(tree: Any, around: tuple[int, ...] = ()) -> Iterator[torch.Tensor]:
+    """Every tensor in nested tuples, lists, dicts (a Hugging Face output is a dict) and dataclasses, in order.
+
+    around: ids of what holds the tree, which it may hold in turn.
+    """
     if isinstance(tree, torch.Tensor):
         yield tree
-    elif isinstance(tree, dict):
-        for value in tree.values():
-            yield from tensors(value)
     elif isinstance(tree, (tuple, list)):
         for value in tree:
-            yield from tensors(value)
+            yield from tensors(value, around)
+    else:
+        for value in (tree if isinstance(tree, dict) else _fields(tree, around)).values():
+            yield from tensors(value, (*around, id(tree)))
+
+
+def _fields(value: Any, around: tuple[int, ...]) -> dict[str, Any]:
+    """What an instance of a dataclass holds, by name; nothing of anything else, or of one of those around."""
+    if not dataclasses.is_dataclass(value) or isinstance(value, (type, dict)) or id(value) in around:
+        return {}
+    return {field.name: getattr(value, field.name, None) for field in dataclasses.fields(value)}
 
 
 def floating(tree: Any) -> list[torch.Tensor]:
-    """Every floating tensor in any tree that torch knows."""
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor) and leaf.dtype.is_floating_point]
+    """Every floating tensor in any tree that torch knows, and in dataclasses."""
+    return [x for leaf in tree_leaves(tree) for x in tensors(leaf) if x.dtype.is_floating_point]
 
 
-def cast_all(tree: Any, of: tuple[torch.dtype, ...], to: torch.dtype) -> Any:
-    """The tree with its tensors of these dtypes cast to another; everything else as it is."""
-    return tree_map(lambda x: x.to(to) if isinstance(x, torch.Tensor) and x.dtype in of else x, tree)
+def cast_all(tree: Any, of: tuple[torch.dtype, ...], to: torch.dtype, around: tuple[int, ...] = ()) -> Any:
+    """The tree with its tensors of these dtypes cast to another; everything else as it is.
+
+    A dataclass that holds such tensors is copied, frozen or not.  around: as for `tensors`.
+    """
+
+    def cast(leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor):
+            return leaf.to(to) if leaf.dtype in of else leaf
+        held, here = _fields(leaf, around), (*around, id(leaf))
+        if not any(x.dtype in of for x in tensors(held, here)):
+            return leaf
+        made = copy.copy(leaf)
+        for name, value in held.items():
+            object.__setattr__(made, name, cast_all(value, of, to, here))
+        return made
+
+    return tree_map(cast, tree)
 
 
 def device_type(module: Any, given: Any) -> str:
@@ -58,4 +85,4 @@ def device_type(module: Any, given: Any) -> str:
     for parameter in module.parameters():
         return parameter.device.type
     leaves = tree_leaves(given)  # a replica of nn.DataParallel has no parameters
-    return next((x.device.type for x in leaves if isinstance(x, torch.Tensor)), "cpu")
+    return next((x.device.type for leaf in leaves for x in tensors(leaf)), "cpu")

@@ -28,6 +28,7 @@ from fp8engine._torch import made_in_graph
 from fp8engine.autograd.linear import in_shape_of
 from fp8engine.autograd.numerics import Numerics
 from fp8engine.autograd.operands import graphs_run_on, matrix
+from fp8engine.autograd.refusals import check_once_differentiated
 from fp8engine.errors import UnknownName
 from fp8engine.numerics.cast import Cast
 from fp8engine.ops import casts, norm_act
@@ -74,6 +75,7 @@ class Memory(NamedTuple):
 
 
 KEEP = Memory()
+FROM_RESULT = ("relu",)  # its gradient, and itself, are those of its result: which is kept, as torch does; x may change
 
 
 def check_memory(memory: Memory) -> None:
@@ -148,7 +150,8 @@ def activation(
     again = None
     if memory.recompute_activation:
         of_up = None if up is None else _detached(up) if kept_up is None else kept_up
-        given = (_detached(x) if kept is None else kept, scale, of_up, scale_up)
+        of = y if kind in FROM_RESULT else x
+        given = (_detached(of) if kept is None else kept, scale, of_up, scale_up)
         again = Again(_activation_again, (kind, x.dtype), given)
     return attach(y, target, (q, q_t), again)
 
@@ -222,7 +225,7 @@ def attach(y: torch.Tensor, target: Target, codes: tuple, again: Again | None = 
             if q is not None:
                 found[key] = (q, to.slot)
         if not compiling:
-            found.seen = unchanged(y, whole=False)
+            found.seen = unchanged(y)
             producer.unread += 1
     if compiling:
         made_in_graph("y")
@@ -279,6 +282,7 @@ class _Norm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dy):
+        check_once_differentiated("a norm")
         data, scale, gamma_K, rstd_M, mean_M = ctx.saved_tensors
         dy_MK, rows = matrix(dy), RowStatistics(rstd_M, mean_M)
         found = norm_act.norm_quantize_backward(dy_MK, kept(data, scale, ctx.dtype), gamma_K, rows, ctx.which)
@@ -292,12 +296,15 @@ class _Activation(torch.autograd.Function):
     @staticmethod
     def forward(ctx, *given):
         x, up, y_MN, codes, scale, codes_up, scale_up, (kind, back) = given
-        ctx.save_for_backward(x if codes is None else codes, scale, up if codes_up is None else codes_up, scale_up)
+        y = _own(x, y_MN)
+        of = y if kind in FROM_RESULT else x
+        ctx.save_for_backward(of if codes is None else codes, scale, up if codes_up is None else codes_up, scale_up)
         ctx.kind, ctx.back, ctx.dtype, ctx.shape = kind, back, x.dtype, x.shape
-        return _own(x, y_MN)
+        return y
 
     @staticmethod
     def backward(ctx, dy):
+        check_once_differentiated("an activation")
         data, scale, up, scale_up = ctx.saved_tensors
         up_MN = None if up is None else kept(up, scale_up, ctx.dtype)
         to = codes_of_gradient(ctx.back, dy)

@@ -56,6 +56,16 @@ def no_transform(name: str, what: str) -> GradientError:
     return GradientError(f"{name}: an FP8 layer does not take {what}: {_in_16_bits(name)}")
 
 
+def check_once_differentiated(what: str) -> None:
+    """Raise GradientError in a backward pass whose gradients are to have gradients.  what: a norm or an activation."""
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        raise GradientError(
+            f"the gradient of {what} that can write FP8 codes has no gradient of its own (create_graph=True), whether "
+            "the layer that reads it is in FP8 or not: fe.convert(..., fuse=False) leaves a model's own norms, "
+            "activations and MLPs as they are"
+        )
+
+
 def no_script(name: str, what: str) -> ScriptError:
     """The error that a layer has no TorchScript."""
     return ScriptError(

@@ -114,7 +114,7 @@ def _triton_fp8(peers: Mapping[str, Variant]) -> dict[str, Variant]:
         found[f"triton fp8 {kind} promoted"] = Variant(kind, _triton(True), PROMOTED, f"torch fp8 {kind}")
     for kind in _BLOCKS:
         peer = f"torch fp8 {kind}"
-        found[f"triton fp8 {kind}"] = Variant(kind, _triton_block, PROMOTED, peer if peer in peers else None)
+        found[f"triton fp8 {kind}"] = Variant(kind, _triton(True), PROMOTED, peer if peer in peers else None)
     return found
 
 
@@ -143,10 +143,6 @@ def _torch_blocks(pair: Pair) -> torch.Tensor:
     return scaled_mm.matmul(pair.a, pair.b)
 
 
-def _triton_block(pair: Pair) -> torch.Tensor:
-    return kernel("matmul_block")(pair.a, pair.b, Epilogue(None, torch.bfloat16))
-
-
 def _triton_16_bits(pair: Pair) -> torch.Tensor:
     return kernel("matmul_fp16")(pair.a.data, pair.b.data, Epilogue(None, pair.a.data.dtype))
 
@@ -155,9 +151,9 @@ def _reference(pair: Pair) -> torch.Tensor:
     return reference.matmul_fp8(pair.a, pair.b, None, torch.bfloat16)
 
 
-def kernel(name: str) -> Callable[..., torch.Tensor]:
-    """A launcher by its name.  Imported at each call, 0.3 us beside a launch's 20 to 50: Triton is optional."""
-    return getattr(importlib.import_module(f"fp8engine.kernels.{name}"), name)
+def kernel(name: str, module: str = "matmul") -> Callable[..., torch.Tensor]:
+    """A launcher of kernels/.  Imported at each call, 0.3 us beside a launch's 20 to 50: Triton is optional."""
+    return getattr(importlib.import_module(f"fp8engine.kernels.{module}"), name)
 
 
 def gemm(

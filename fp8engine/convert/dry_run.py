@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fp8engine.convert.twin import StandIn, adapted, is_linear, parts_of, plain_class, quiet, run, twin_of
+from fp8engine.convert.twin import Mode, StandIn, adapted, is_linear, parts_of, plain_class, quiet, run, twin_of
 
 CODES = torch.float8_e4m3fn
 MOST_PARTS = 64  # of a module that is run: no whole models
@@ -101,8 +101,8 @@ def _runs(module: nn.Module, codes: str = "") -> list[Notes]:
             for layer in layers.values():
                 layer.notes.clear()
             try:
-                with quiet("meta"):
-                    run(twin, training, torch.empty(1, 4, width))
+                with quiet():
+                    run(twin, Mode(training), torch.empty(1, 4, width, device="meta"))
             except Exception:  # another layer's width, or the module's own code
                 continue
             ended.append({name: layer.notes for name, layer in layers.items()})

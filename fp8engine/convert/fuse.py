@@ -18,10 +18,10 @@ from torch import nn
 from fp8engine.convert.blocks import repeated_blocks
 from fp8engine.convert.probe import Found, survey
 from fp8engine.convert.probe_mlps import Mlp
-from fp8engine.convert.twin import parts_of
+from fp8engine.convert.twin import TORCHS, codes_of, own_attributes, parts_of, plain_class
 from fp8engine.nn.class_swap import Mixin, mix
 from fp8engine.nn.linear import Float8Module
-from fp8engine.nn.produce import ProducingActivation, ProducingMlp, ProducingNorm, Recognised
+from fp8engine.nn.produce import VALUES, ProducingActivation, ProducingMlp, ProducingNorm, Recognised, Told
 from fp8engine.ops.reference import Norm
 from fp8engine.ops.reference.activations import ACTIVATIONS
 from fp8engine.scaling.operands import Producer
@@ -40,6 +40,7 @@ def fuse(model: nn.Module) -> int:
                 continue
             recognised.producer = Producer(near.inside_its_block(name))
             mix(module, mixin)
+            recognised.own = tuple((key, value) for key, value in _own(module) if key != recognised.eps)
             object.__setattr__(module, "recognised", recognised)
             made += 1
     return made
@@ -56,9 +57,26 @@ def _producers(module: Any, what: Found) -> Iterator[tuple[str, type[Mixin], Rec
         yield what.activation, ProducingActivation, Recognised(what.kind)
     elif not what.residual:
         names = [name for name in (what.gate, what.up, what.gate_up, what.up_gate, what.down) if name]
-        others = [(tuple(name.split(".")), part) for name, part in parts_of(module) if name and name not in names]
+        others = [(name, part) for name, part in parts_of(module) if name and name not in names]
+        found = tuple((tuple(name.split(".")), part, _own(part)) for name, part in others)
         layers = tuple(tuple(name.split(".")) for name in names)
-        yield "", ProducingMlp, Recognised(what.kind, "", layers, tuple(others), bool(what.up_gate))
+        yield "", ProducingMlp, Recognised(what.kind, "", layers, found, bool(what.up_gate))
+
+
+def _own(module: nn.Module) -> Told:
+    """What is set on a module, but private names of others; plain values of its class that its code names; or None.
+
+    None: of what is not there, and the code names in a string, as getattr does.
+    """
+    kind, codes = plain_class(module), codes_of(module)
+    asked = {each for code in codes for each in code.co_consts if isinstance(each, str) and each.isidentifier()}
+    names = asked | {name for code in codes for name in code.co_names}
+    own = {key: value for key, value in own_attributes(module) if key in names or not key.startswith("_")}
+    for name in names - TORCHS - own.keys():
+        values = getattr(kind, name, None), getattr(module, name, None)
+        if (name in asked or hasattr(kind, name)) and all(type(value) in VALUES for value in values):
+            own[name] = values[1]
+    return tuple(own.items())
 
 
 class _Near:

@@ -7,7 +7,7 @@ from torch import nn
 from fp8engine.nn.linear import Float8Module, Linear
 from fp8engine.nn.serving import Served, ServedLinear
 
-# Subclasses of nn.Linear whose code computes what nn.Linear does.
+# Subclasses of nn.Linear whose code computes what nn.Linear does, up to a rounding before the bias.
 LIKE_LINEAR = ("transformers.models.falcon.modeling_falcon.FalconLinear",)
 
 

@@ -1,28 +1,35 @@
 """Recognition of norms, activations and MLPs by what they compute, not by their names.
 
-A twin of the module (twin.py) runs on a small float64 input, in training and in evaluation, and its result is compared
-with the formulas of ops/reference.  What differs anywhere is not recognised: dropout with p > 0, a clamp, another
-scale or order, an eps that depends on the mode or the dtype; nor is a module that counts its calls or keeps what it
-saw.  The model itself never runs, and nothing of it or of torch's global state changes.  Hooks on the module are not
-seen: whoever replaces a forward asks for them.
+A twin of the module (twin.py) runs on a small float64 input, in training and in evaluation, with gradients and without;
+then in FP32, BF16 and FP16 as a training step and as inference run.  Its result, and in float64 the gradients of its
+input and its parameters, are compared with the formulas of ops/reference.  What differs anywhere is not recognised:
+dropout with p > 0, a clamp, another scale or order, a detached factor, an eps that depends on the mode or the dtype;
+nor is a module whose code writes into attributes, elements, globals or lists, or that changes what its attributes hold.
+The model itself never runs, and nothing of it or of torch's global state changes.  Hooks on the module are not seen:
+whoever replaces a forward asks for them.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable
 from types import MethodType
 from typing import Any
 
+import torch
 from torch import nn
 
 from fp8engine.convert.probe_mlps import Mlp, activation, mlp, product
 from fp8engine.convert.probe_norms import norm
-from fp8engine.convert.twin import adapted, is_linear, own_attributes, plain_class, quiet
+from fp8engine.convert.twin import TOLERANCES, Mode, adapted, is_linear, keeps, own_attributes, plain_class, quiet
 from fp8engine.ops.reference import Norm
 from fp8engine.ops.reference.activations import ACTIVATIONS
 
-MODES = (True, False)  # training, evaluation
+MODES = (
+    *(Mode(*each) for each in itertools.product((True, False), (False, True))),
+    *(Mode(step, step, dtype) for dtype in TOLERANCES if dtype != torch.float64 for step in (True, False)),
+)
 Found = Norm | Mlp | str  # a str is an activation's kind
 
 
@@ -59,11 +66,11 @@ def gated_products(model: nn.Module) -> dict[str, Mlp]:
     []
     """
     known: dict[tuple, Any] = {}
-    found = {path: _look(product, module, (False,), known) for path, module in model.named_modules()}
+    found = {path: _look(product, module, (Mode(training=False),), known) for path, module in model.named_modules()}
     return {path: what for path, what in found.items() if what is not None and ACTIVATIONS[what.kind].gated}
 
 
-def _look(at: Callable, module: nn.Module, modes: tuple[bool, ...], known: dict[tuple, Any]) -> Any:
+def _look(at: Callable, module: nn.Module, modes: tuple[Mode, ...], known: dict[tuple, Any]) -> Any:
     """What `at` finds in a module, or has found in one that is alike; None where anything was raised."""
     try:
         if (prepared := at(module)) is None:
@@ -71,8 +78,9 @@ def _look(at: Callable, module: nn.Module, modes: tuple[bool, ...], known: dict[
         key = (at, _identity(module))
         if key not in known:
             known[key] = None
-            with quiet():
-                known[key] = prepared(modes)
+            if at is product or not keeps(module):
+                with quiet():
+                    known[key] = prepared(modes)
         return known[key]
     except Exception:  # the module's own code may raise anything
         return None

@@ -1,7 +1,4 @@
-"""Norms by what they compute: RMSNorm and LayerNorm of rows of several scales, and the eps that the smallest show.
-
-An eps that depends on the dtype shows in a second run in BF16.
-"""
+"""Norms by what they compute: RMSNorm and LayerNorm of rows of several scales, and the eps that the smallest show."""
 
 from __future__ import annotations
 
@@ -13,11 +10,9 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from fp8engine.convert.twin import IN_FP32, Draw, own_attributes, run, twin_of
+from fp8engine.convert.twin import IN_BACKWARD, TOLERANCES, Draw, Mode, own_attributes, pulled, run, twin_of
 from fp8engine.ops.reference import Norm
 from fp8engine.ops.reference.norm_quantize import KINDS
-
-IN_BF16 = 2.0**-5  # a handful of steps, each rounded to 2^-9: enough to see an eps that is the dtype's
 
 
 def _width(module: nn.Module, own: dict[str, nn.Parameter]) -> int:
@@ -41,12 +36,31 @@ class _Rows(NamedTuple):
     def centred(self, norm: Norm) -> torch.Tensor:
         return self.x_MK - self.x_MK.mean(-1, keepdim=True) if norm.kind == "layer" else self.x_MK
 
+    def rstd(self, norm: Norm) -> torch.Tensor:
+        return (self.centred(norm).square().mean(-1, keepdim=True) + norm.eps).rsqrt()
+
+    def scaled(self, norm: Norm) -> torch.Tensor:
+        return self.centred(norm) * self.rstd(norm) * self.gamma(norm)
+
     def agree(self, norm: Norm, y_MK: torch.Tensor, tolerance: float) -> bool:
         """Whether y is the norm of x."""
-        z = self.centred(norm)
-        scaled = z * (z.square().mean(-1, keepdim=True) + norm.eps).rsqrt() * self.gamma(norm)
+        scaled = self.scaled(norm)
         size = (scaled.abs() + self.bias_K.abs()).amax(-1, keepdim=True)
         return norm.eps >= 0 and bool(((scaled + self.bias_K - y_MK).abs() <= tolerance * size).all())
+
+    def agree_backward(self, norm: Norm, dy_MK: torch.Tensor, found: dict[str, torch.Tensor]) -> bool:
+        """Whether these are the gradients of the norm's input, and of its parameters by name."""
+        leaves = {key: value.detach().requires_grad_() for key, value in self._asdict().items()}
+        with torch.enable_grad():
+            own = _Rows(**leaves)
+            y_MK = own.scaled(norm) + own.bias_K
+        wanted = torch.autograd.grad(y_MK, [leaves[key] for key in found], dy_MK)
+        terms = {"x_MK": dy_MK * self.gamma(norm) * self.rstd(norm)}  # from which dx takes their means
+        for (key, grad), want in zip(found.items(), wanted, strict=True):
+            size = (want.abs() + terms.get(key, want).abs()).amax(-1, keepdim=True)
+            if not bool(((grad - want).abs() <= IN_BACKWARD * size).all()):
+                return False
+        return True
 
     def with_eps(self, norm: Norm, y_MK: torch.Tensor, said: list[float]) -> Norm:
         """The norm with the eps that the first row speaks for, whose eps is nearly all that is under the root.
@@ -70,24 +84,29 @@ def norm(module: nn.Module) -> Callable | None:
     return functools.partial(_run_norm, module, width, own.keys())
 
 
-def _run_norm(module: nn.Module, width: int, own: Collection[str], modes: tuple[bool, ...]) -> Norm | None:
-    draw, scale = Draw(), [1e-6, 1e-4, 1e-2, 1, 30, 1e3]
-    x = (2 * draw(6, width) + 0.5) * torch.tensor(scale, dtype=torch.float64, device="cpu")[:, None]
-    affine = {"weight": draw(width).abs() + 0.5, "bias": 0.01 * draw(width)}
+def _run_norm(module: nn.Module, width: int, own: Collection[str], modes: tuple[Mode, ...]) -> Norm | None:
+    draw, scale = Draw(), [1e-6, 1e-4, 1e-2, 1, 30, 1e3, 1e7]
+    x = (2 * draw(7, width) + 0.5) * torch.tensor(scale, dtype=torch.float64, device="cpu")[:, None]
+    affine, dy = {"weight": draw(width).abs() + 0.5, "bias": 0.01 * draw(width)}, draw(7, width)
     said = [value for _, value in own_attributes(module) if isinstance(value, float)]
     twin, norms = twin_of(module), [Norm(*each) for each in itertools.product(KINDS, (0.0,), (False, True))]
-    for dtype, tolerance in ((torch.float64, IN_FP32), (torch.bfloat16, IN_BF16)):
+    for mode in modes:
+        given = mode.given(x[None])
         for key in own:
-            twin._parameters[key] = nn.Parameter(affine[key].to(dtype), requires_grad=False)
-        weight, bias = (affine[key].to(dtype).double() if key in own else torch.zeros_like(x[0]) for key in affine)
-        rows = _Rows(x.to(dtype).double(), weight if "weight" in own else weight + 1, bias)
-        for training in modes:
-            y = run(twin, training, x.to(dtype)[None])
-            if type(y) is not torch.Tensor or y.dtype != dtype or y.shape != (1, *x.shape):
-                return None
-            if len(norms) > 1:
-                norms = [rows.with_eps(norm, y[0], said) for norm in norms]
-            norms = [norm for norm in norms if rows.agree(norm, y[0].double(), tolerance)]
-            if not norms or (norms[0].kind == "rms" and "bias" in own):  # ours has none
-                return None
+            twin._parameters[key] = nn.Parameter(affine[key].to(mode.dtype), requires_grad=mode.grad)
+        weight, bias = (twin._parameters.get(key) for key in affine)
+        weight = torch.ones_like(x[0]) if weight is None else weight.double()
+        rows = _Rows(given[0].double(), weight, torch.zeros_like(x[0]) if bias is None else bias.double())
+        y = run(twin, mode, given)
+        if type(y) is not torch.Tensor or y.dtype != mode.dtype or y.shape != (1, *x.shape):
+            return None
+        if len(norms) > 1:
+            norms = [rows.with_eps(norm, y[0].double(), said) for norm in norms]
+        norms = [norm for norm in norms if rows.agree(norm, y[0].double(), TOLERANCES[mode.dtype])]
+        if norms and mode.compares_gradients:
+            leaves = {"x_MK": given} | {f"{key}_K": twin._parameters[key] for key in own}
+            grads = dict(zip(leaves, pulled([y], [dy[None]], list(leaves.values())), strict=True))
+            norms = [norm for norm in norms if rows.agree_backward(norm, dy, grads)]
+        if not norms or (norms[0].kind == "rms" and "bias" in own):  # ours has none
+            return None
     return norms[0]

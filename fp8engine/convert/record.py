@@ -22,11 +22,15 @@ ADDED = "not converted: added after fe.convert (an adapter?)"
 
 @dataclass
 class Record:
-    """Record of a conversion: why each layer was left alone, and the scaling states, one per device."""
+    """Record of a conversion: why each layer was left alone, and the scaling states, one per device.
+
+    classes: of the layers, by name, before the conversion.
+    """
 
     reasons: dict[str, str]
     states: list[ScalingState] = field(default_factory=list)
     controllers: list[Controller] = field(default_factory=list)
+    classes: dict[str, type[nn.Module]] = field(default_factory=dict)
 
     @functools.cached_property
     def known(self) -> dict[str, str]:

@@ -102,18 +102,23 @@ def _matrices(module: nn.Module) -> dict[str, tuple[int, ...]]:
 
 def _stacked(module: nn.Module) -> dict[str, torch.Tensor]:
     """A module's matrices of experts, each kept in one 3-D parameter, by name."""
+    keys = (*EXPERTS, "weight") if "Expert" in type(module).__name__ else EXPERTS  # JetMoeParallelExperts
     own = module._parameters.items()
-    return {key: p for key, p in own if key in EXPERTS and p is not None and p.dim() == 3}
+    return {key: p for key, p in own if key in keys and p is not None and p.dim() == 3}
 
 
 def experts_run(model: nn.Module) -> dict[int, int]:
-    """id of a module with 3-D expert parameters -> how many of its experts a token passes; all, if not known."""
+    """id of a module with 3-D expert parameters -> how many of its experts a token passes; all, if not known.
+
+    A token passes all matrices of a layer of groups (ConvBERT's), and one of Moshi's, which is not among these.
+    """
     found = {}
     for parent in model.modules():
         for child in parent.children():
-            if stacked := list(_stacked(child).values()):
+            stacked = [shape[0] for shape in _matrices(child).values() if len(shape) == 3]
+            if stacked and (_stacked(child) or hasattr(child, "num_groups")):
                 counts = (getattr(m, key, None) for m in (child, parent, *parent.children()) for key in CHOSEN)
-                found[id(child)] = next((k for k in counts if isinstance(k, int)), len(stacked[0]))
+                found[id(child)] = next((k for k in counts if isinstance(k, int)), stacked[0])
     return found
 
 

@@ -9,8 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+import dis
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import CodeType
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -21,10 +24,33 @@ from fp8engine.errors import ConversionError
 from fp8engine.nn.class_swap import Mixin, bound_forwards
 from fp8engine.nn.linear import Float8Module
 
-TORCHS = ("_modules", "_parameters", "_buffers", "_compiled_call_impl")  # of every module, beside its hooks
+TORCHS = vars(nn.Module()).keys() | {"_modules", "_parameters", "_buffers", "_compiled_call_impl", "forward"}
 # Modules that compute in FP32 whatever they are given round each of a handful of steps to 2^-24 of the largest term.
 IN_FP32 = 2.0**-20
+IN_BACKWARD = 2.0**-18  # their gradients, of a few steps more
+IN_16_BITS = 2.0**-5  # a handful of steps, each rounded to 2^-9 in BF16: enough to see a branch, or an eps of the dtype
+TOLERANCES = dict.fromkeys((torch.float64, torch.float32), IN_FP32)
+TOLERANCES |= dict.fromkeys((torch.bfloat16, torch.float16), IN_16_BITS)
 MOST_LAYERS = 3
+STORES = {f"{do}_{what}" for do in ("STORE", "DELETE") for what in ("ATTR", "SUBSCR", "SLICE", "GLOBAL")}
+KEEPERS = {"append", "appendleft", "extend", "insert", "setdefault", "update"}  # methods of lists and dicts
+
+
+class Mode(NamedTuple):
+    """How a twin runs: in training or in evaluation, with gradients or without, and its input's dtype."""
+
+    training: bool
+    grad: bool = False
+    dtype: torch.dtype = torch.float64
+
+    @property
+    def compares_gradients(self) -> bool:
+        return self.grad and self.dtype == torch.float64
+
+    def given(self, x: torch.Tensor) -> torch.Tensor:
+        """x as an input of a run: in the mode's dtype, within half of its range, with a gradient if it has those."""
+        top = torch.finfo(self.dtype).max / 2
+        return x.clamp(-top, top).to(self.dtype, copy=True).requires_grad_(self.grad)
 
 
 class StandIn(nn.Module):
@@ -65,18 +91,19 @@ class _NoDraws(TorchDispatchMode):
 
 
 @contextlib.contextmanager
-def quiet(device: str = "cpu") -> Iterator[None]:
-    """Without the caller's modes, default device and autocast, which come back after it, and without gradients."""
-    with disable_current_modes(), torch.no_grad(), torch.autocast("cpu", enabled=False), torch.device(device):
+def quiet() -> Iterator[None]:
+    """Without the caller's modes and autocast, which come back after it, and without gradients."""
+    no_autocast = torch.autocast("cpu", enabled=False)
+    with disable_current_modes(), torch.inference_mode(False), torch.no_grad(), no_autocast:
         yield
 
 
-def run(twin: nn.Module, training: bool, *inputs: torch.Tensor) -> Any:
+def run(twin: nn.Module, mode: Mode, *inputs: torch.Tensor) -> Any:
     """The twin's result, within `quiet`.  Raises what the module's code raises, and where it changes attributes."""
     for part in twin.modules():  # `train` may be the module's own
-        part.training = training
+        part.training = mode.training
     before = _held(twin)
-    with _NoDraws():
+    with _NoDraws(), torch.device(inputs[0].device), torch.set_grad_enabled(mode.grad):
         y = twin(*inputs)
     if [*map(id, before)] != [*map(id, _held(twin))]:
         raise ConversionError("its forward keeps what others may read")
@@ -84,13 +111,51 @@ def run(twin: nn.Module, training: bool, *inputs: torch.Tensor) -> Any:
 
 
 def _held(twin: nn.Module) -> list[Any]:
-    """What the parts of a twin have for attributes, and what is in those that are lists, dicts or sets."""
+    """What the parts of a twin have for attributes, and what is in those that are lists, dicts, sets or objects."""
     found: list[Any] = []
     for part in twin.modules():
         for value in () if isinstance(part, StandIn) else vars(part).values():
-            inside = value.values() if isinstance(value, dict) else value if isinstance(value, list | set) else ()
-            found += [value, *inside]
+            inside = value if isinstance(value, dict) else getattr(value, "__dict__", {})
+            found += [value, *(value if isinstance(value, list | set) else inside.values())]
     return found
+
+
+def pulled(
+    y: Sequence[torch.Tensor], dy: Sequence[torch.Tensor], x: Sequence[torch.Tensor]
+) -> tuple[torch.Tensor, ...]:
+    """Gradients of x by those of y, results of a run.  Raises where one of x has none."""
+    with _NoDraws(), torch.device(y[0].device):
+        return torch.autograd.grad(y, x, dy, retain_graph=True)
+
+
+def codes_of(module: nn.Module) -> set[CodeType]:
+    """The code of a module's forward, and of its methods and of functions set on it that this code names."""
+    spaces = [vars(module), *(vars(kind) for kind in plain_class(module).__mro__ if kind not in (nn.Module, object))]
+    todo: list[Any] = [plain_class(module).forward]
+    seen: dict[int, Any] = {}
+    while todo:
+        each = todo.pop()
+        if id(each) in seen:
+            continue
+        seen[id(each)] = each
+        todo.append(getattr(each, {functools.partial: "func", property: "fget"}.get(type(each), "__wrapped__"), None))
+        todo += [cell.cell_contents for cell in getattr(each, "__closure__", None) or ()]
+        todo.append(getattr(each, "__code__", None))
+        if isinstance(each, CodeType):
+            todo += [part for part in each.co_consts if isinstance(part, CodeType)]
+            todo += [space[name] for name in each.co_names for space in spaces if name in space]
+    return {each for each in seen.values() if isinstance(each, CodeType)}
+
+
+def keeps(module: nn.Module) -> bool:
+    """Whether the code of a module or of its parts writes into attributes, elements or globals, or to a list."""
+    own = (part for _, part in parts_of(module) if not is_linear(part))
+    return any(_writes(code) for part in own for code in codes_of(part))
+
+
+@functools.cache
+def _writes(code: CodeType) -> bool:
+    return not KEEPERS.isdisjoint(code.co_names) or any(each.opname in STORES for each in dis.get_instructions(code))
 
 
 def is_linear(module: nn.Module) -> bool:
@@ -187,8 +252,7 @@ def twin_of(
 
 def own_attributes(module: nn.Module) -> list[tuple[str, Any]]:
     """(name, value) of what a module's class and user have set on it, but parts, parameters, buffers and hooks."""
-    torchs = vars(nn.Module()).keys() | {*TORCHS, "forward"}
-    return [(key, value) for key, value in list(vars(module).items()) if key not in torchs]
+    return [(key, value) for key, value in list(vars(module).items()) if key not in TORCHS]
 
 
 def call_without_hooks(module: nn.Module) -> None:
@@ -213,6 +277,6 @@ class Draw:
         return torch.randn(*shape, generator=self.generator, dtype=torch.float64, device="cpu")
 
     def wide(self, *shape: int) -> torch.Tensor:
-        """Of either sign, from 0.01 to 10,000: a clamp shows, and every formula differs somewhere."""
+        """Of either sign, from 0.01 to 10^7: a clamp shows, and every formula differs somewhere."""
         size = torch.rand(*shape, generator=self.generator, dtype=torch.float64, device="cpu")
-        return self(*shape).sign() * 10 ** (6 * size - 2)
+        return self(*shape).sign() * 10 ** (9 * size - 2)

@@ -36,9 +36,9 @@ ATTACHED = {
 def revert(model: Model) -> Model:
     """Undo fe.convert in place: plain modules again, with the weights that they have now; returns the model.
 
-    A layer that was a subclass of nn.Linear becomes an nn.Linear; it had no code of its own.  Scaling states are lost:
-    fe.scaling_state_dict saves them.  Weights that were FP8 codes come back as those stand for, in the dtype that the
-    plain layer had and frozen; merging adapters (peft's merge_and_unload) and fe.hf.export take them.
+    A layer gets the class that it had, a subclass of nn.Linear too.  Scaling states are lost: fe.scaling_state_dict
+    saves them.  Weights that were FP8 codes come back as those stand for, in the dtype that the plain layer had and
+    frozen; merging adapters (peft's merge_and_unload) and fe.hf.export take them.
     Raises ConversionError where nothing in `model` was converted, or only a larger model was, and under DDP, FSDP or
     torch.compile.
 
@@ -53,20 +53,23 @@ def revert(model: Model) -> Model:
     for root, record in roots:
         states = {id(state) for state in record.states}
         served = any(isinstance(module, Served) for module in root.modules())
-        for module in list(root.modules()):
+        for name, module in list(root.named_modules()):
             kind, swapped = type(module), True
             if isinstance(module, Float8Module):
                 swapped = id(module.numerics.state) in states  # else made by hand: its class stays
                 module.forget_copies()
                 vars(module).pop(READ, None)
             plain = _plain_class(kind, swapped)
+            known = record.classes.get(name.removesuffix(".base_layer"), plain)  # an adapter took the name
+            if plain is not kind and issubclass(known, plain):
+                plain = known
             if isinstance(module, Served) and swapped:
                 restore(module, plain)
             elif plain is not kind:
                 change_class(module, plain)
-            for name, kinds in ATTACHED.items():
+            for attribute, kinds in ATTACHED.items():
                 if swapped and issubclass(kind, kinds):
-                    vars(module).pop(name, None)
+                    vars(module).pop(attribute, None)
             if isinstance(module, Attention):
                 module.softmax = Softmax(module.heads.softmax, "Attention")
             for hooks in (module._forward_pre_hooks, module._forward_hooks, module._load_state_dict_post_hooks):

@@ -234,7 +234,11 @@ class Gather:
             )
 
     def _end(self, *_: object) -> None:
+        """A forward has ended.  One without gradients leaves no weight as codes, which torch's root would keep so."""
         self.scales.current &= in_backward()
+        if not torch.is_grad_enabled():
+            for module in {weight.module for weight in self.weights}:
+                cast(Any, module).reshard()
 
 
 def _sharded(parameter: Any, mesh: dist.DeviceMesh, scales: WeightScales) -> ShardedWeight | None:

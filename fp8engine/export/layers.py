@@ -15,6 +15,7 @@ from __future__ import annotations
 import functools
 from collections import Counter
 from dataclasses import replace
+from typing import Any
 
 from torch import nn
 
@@ -29,6 +30,7 @@ from fp8engine.numerics.formats import E4M3
 from fp8engine.numerics.recipe import Recipe, blockwise, current, mxfp8, rowwise
 
 BYPASSED = "other code reads its weight and does not call it: written in 16 bits"
+MERGED = "transformers saves its weight merged with others, or split or permuted: written in 16 bits"
 EXPERTS = "experts in one 3-D parameter: written in 16 bits"
 # Recipes whose forwards a checkpoint can hold.
 KNOWN = (
@@ -72,6 +74,8 @@ def choose_layers(model: nn.Module, recipe: str | Recipe | None, layout: str) ->
             f"export: layout='fp8' has no scales per row, which these layers need: {_grouped(changed)}; use "
             f"layout={COMPRESSED!r}, or leave them in 16 bits"
         )
+    if layout == COMPRESSED and any(decision.reason == MERGED for decision in decisions):
+        notes.append("transformers' reader of this layout refuses some models with merged weights; `load` reads them")
     if changed:
         notes.append(f"a scale per row, not as the recipe says: {_grouped(changed)}")
     return layout, decisions, notes
@@ -104,13 +108,14 @@ def _asked(model: nn.Module, recipe: str | Recipe | None) -> tuple[list[Decision
         raise ConversionError("export: the model is converted, and its layers have recipes: leave out recipe=")
     found = []
     for name, module, shape in linear_layers(model):
-        if isinstance(module, Float8Module) and parameter_of(name, module) == "weight":
+        key = parameter_of(name, module)
+        if isinstance(module, Float8Module) and key == "weight":
             own, bypassed = module.numerics.recipe, module.numerics.bypassed
             why = BYPASSED if bypassed else f"recipe: {own.name}"
             found.append(Decision(name, module, None if bypassed else own, why, shape))
         else:
             why = EXPERTS if isinstance(module, Float8Module) else record.why_left(name)
-            found.append(Decision(name, module, None, why, shape))
+            found.append(Decision(name, module, None, why, shape, parameter=key))
     return found, never_ran(record)
 
 
@@ -165,12 +170,27 @@ def needed_in_16_bits(model: nn.Module) -> dict[int, str]:
     found = asked_for_dtype(model)
     uses = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
     high = list(getattr(model, "_keep_in_fp32_modules", None) or [])
+    converters = _converters_on_saving(model)
     for name, module in model.named_modules():
-        if uses[id(module._parameters.get("weight"))] > 1:
+        if any(converter.rename_source_key(f"{name}.weight")[1] for converter in converters):
+            found[id(module)] = MERGED
+        elif uses[id(module._parameters.get("weight"))] > 1:
             found[id(module)] = "its weight is shared with another module, which reads it in 16 bits"
         elif high and not should_convert_module(name, high):
             found[id(module)] = "transformers keeps it in FP32 (_keep_in_fp32_modules)"
     return found
+
+
+def _converters_on_saving(model: Any) -> list:
+    """What computes published tensors from a model's when transformers saves it: more than a change of name."""
+    try:
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import WeightConverter
+    except ImportError:  # transformers 4 saves what a model holds
+        return []
+    loaded = getattr(model, "_weight_conversions", None)  # those that from_pretrained used
+    mapping = get_model_conversion_mapping(model, add_legacy=False) if loaded is None else loaded
+    return [entry.reverse_transform() for entry in mapping if isinstance(entry, WeightConverter)]
 
 
 def _leave(decision: Decision, needed: dict[int, str], layout: str) -> Decision:

@@ -127,7 +127,7 @@ class Fp8EngineQuantizer(HfQuantizer):
             layers, self.left = _stored_layers(model, heads, name_in_file, stored)
         else:
             layers, self.left = self._chosen_layers(model, heads, name_in_file)
-        recipes, self.in_bytes = {}, set()
+        recipes, self.in_bytes, self.classes = {}, set(), {name: type(module) for name, module in layers}
         for name, module in layers:
             key = name_in_file[f"{name}.weight"].removesuffix(".weight")
             recipes[name] = stored.recipe_of(key, name)
@@ -185,7 +185,7 @@ class Fp8EngineQuantizer(HfQuantizer):
                 raise StateError(f"{name}: {why}: the checkpoint is damaged")
             layer.lay_out()
             layer.requires_grad_(False)
-        setattr(model, RECORD, Record(dict(self.left), attach(layers)))
+        setattr(model, RECORD, Record(dict(self.left), attach(layers), classes=self.classes))
         return model
 
     def _dequantize(self, model, dtype=None):
@@ -235,7 +235,7 @@ def _fit_scales(served: Served, key: str, heads: dict[str, headers.Header]) -> N
 def _stored_layers(model, heads, name_in_file: dict[str, str], stored: Stored) -> tuple[list, dict[str, str]]:
     """(layers that are FP8 in the files, other layers -> why not).  Raises StateError where the config contradicts."""
     fp8 = set(headers.fp8_layers(heads, stored))
-    layers, left, used = [], {}, set()
+    layers, left, used, needed = [], {}, set(), needed_in_16_bits(model)
     for name, module in model.named_modules():
         if not (is_plain_linear(type(module)) or is_conv1d(module)):
             continue
@@ -248,7 +248,8 @@ def _stored_layers(model, heads, name_in_file: dict[str, str], stored: Stored) -
                     f"{key}.weight in {head.file.name} is {head.dtype} without a scale, and config.json does not list "
                     "it among the modules that are not FP8"
                 )
-            left[name] = "in 16 bits in the checkpoint" if key else "its weight is not in the checkpoint"
+            why = "in 16 bits in the checkpoint" if key else "its weight is not in the checkpoint"
+            left[name] = needed.get(id(module), why)
             continue
         shape = heads[f"{key}.weight"].shape
         if shape != tuple(module.weight.shape):

@@ -7,12 +7,13 @@
 
 An MLP calls its layers as modules, so that their hooks and adapters run.  Where what was recognised is not what is
 there any more, the module's own forward runs: another eps is followed; a tensor of another class or dtype, another
-module in the activation's place, or a hook on it, are the own forward's.
+value of an attribute, another module in the activation's place, or a hook on it, are the own forward's.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -33,6 +34,9 @@ from fp8engine.ops.reference.activations import ACTIVATIONS
 from fp8engine.scaling.operands import Producer
 
 KNOWN = (*PLAIN, _torch.FakeTensor)  # classes of tensors that a producer takes; fake ones where a step is planned
+
+VALUES = (bool, int, float, str, tuple, list, type(None))
+Told = tuple[tuple[str, Any], ...]  # names and values of attributes
 
 SMALL = {"relu": Memory(recompute_activation=True)}  # torch keeps one tensor of a ReLU; its input and codes are more
 
@@ -116,8 +120,9 @@ def alone(x: torch.Tensor, of: NormOf, run: Callable[[torch.Tensor, NormOf], tor
 class Recognised:
     """What a module computes.  what: a norm, or an activation's kind.  eps: the name of the norm's own eps, or "".
 
+    own: the attributes that this depends on, but eps.
     layers: of an MLP, the paths of its gate and up, or of one layer for both, and of its down.
-    others: its other parts and their paths: the activation, dropout with p = 0; their forwards do not run.
+    others: its other parts, their paths and attributes: the activation, dropout with p = 0; their forwards do not run.
     around: of a norm, run in its place with what it runs: where it has this rank's tokens alone, it sums its
     parameters' gradients over ranks.
     """
@@ -125,15 +130,32 @@ class Recognised:
     what: Any
     eps: str = ""
     layers: tuple[tuple[str, ...], ...] = ()
-    others: tuple[tuple[tuple[str, ...], nn.Module], ...] = ()
+    others: tuple[tuple[tuple[str, ...], nn.Module, Told], ...] = ()
     gate_last: bool = False
+    own: Told = ()
     producer: Producer = field(default_factory=Producer)
     around: Callable = alone
 
 
 def _plain(x: Any) -> bool:
-    dense = type(x) in KNOWN and x.dtype in FLOATS and x.layout == torch.strided and not x.is_nested
-    return dense and not _torch.transforms_active()
+    dense = type(x) in KNOWN and x.dtype in FLOATS and x.layout == torch.strided and not x.is_nested and x.dim()
+    return bool(dense) and not _torch.transforms_active()
+
+
+def _unchanged(module: Any, own: Told) -> bool:
+    """Whether attributes are what they were: equal, if they are plain values, or the same objects."""
+    return all(_same(getattr(module, key, None), then) for key, then in own)
+
+
+def _same(now: Any, then: Any) -> bool:
+    if type(now) is type(then) is functools.partial:  # in a graph it is not the same object as itself, nor is a tuple
+        return now.func is then.func and now.args == then.args and now.keywords == then.keywords
+    return now == then if type(now) in VALUES and type(then) in VALUES else now is then
+
+
+def _found(module: Mixin, known: Recognised) -> bool:
+    """Whether a module is what it was recognised as."""
+    return not replaced(module) and _unchanged(module, known.own)
 
 
 class ProducingNorm(Mixin):
@@ -148,8 +170,8 @@ class ProducingNorm(Mixin):
         if isinstance(x, Proxy):
             return leaf(self, x)
         weight, bias = getattr(self, "weight", None), getattr(self, "bias", None)  # a parametrization's too
-        as_found = not (len(args) > 1 or kwargs or replaced(self)) and _plain(x) and _fits(weight, x) and _fits(bias, x)
-        if not as_found or (which.kind == "layer" and _widened(x)):
+        as_found = len(args) == 1 and not kwargs and _found(self, known) and _plain(x)
+        if not (as_found and _fits(weight, x) and _fits(bias, x)) or (which.kind == "layer" and _widened(x)):
             return super().forward(*args, **kwargs)
         if known.eps:  # it may be set by now
             which = which._replace(eps=getattr(self, known.eps))
@@ -176,9 +198,9 @@ class ProducingActivation(Mixin):
     def forward(self, *args, **kwargs):
         if args and isinstance(args[0], Proxy):
             return leaf(self, args[0])
-        if len(args) != 1 or kwargs or replaced(self) or not _plain(args[0]):
-            return super().forward(*args, **kwargs)
         known = self.recognised
+        if len(args) != 1 or kwargs or not (_found(self, known) and _plain(args[0])):
+            return super().forward(*args, **kwargs)
         return activation(args[0], known.what, known.producer, SMALL.get(known.what, KEEP))
 
 
@@ -193,8 +215,8 @@ class ProducingMlp(Mixin):
         *firsts, down = layers = [_part(self, path) for path in known.layers]
         dtypes = {getattr(getattr(layer, "weight", None), "dtype", None) for layer in layers}
         as_found = len(dtypes - {None}) == len(dtypes) == 1  # T5 keeps one weight in FP32, and casts what it reads
-        as_found = as_found and all(_passive(_part(self, path), part) for path, part in known.others)
-        if len(args) != 1 or kwargs or replaced(self) or not (as_found and _plain(x)):
+        as_found = as_found and all(_passive(_part(self, path), part, own) for path, part, own in known.others)
+        if len(args) != 1 or kwargs or not (as_found and _found(self, known) and _plain(x)):
             return super().forward(*args, **kwargs)
         made = [layer(x) for layer in firsts]
         if known.gate_last:
@@ -213,9 +235,9 @@ def _part(module: Any, path: tuple[str, ...]) -> Any:
     return module
 
 
-def _passive(part: Any, found: nn.Module) -> bool:
-    """Whether a part is the one that was found, drops nothing, and nobody looks on."""
+def _passive(part: Any, found: nn.Module, own: Told) -> bool:
+    """Whether a part is the one that was found and as it was, and nobody looks on."""
     if part is not found:
         return False
     hooks = part._forward_hooks or part._forward_pre_hooks or part._backward_hooks or part._backward_pre_hooks
-    return not hooks and "forward" not in vars(part) and not getattr(part, "p", 0.0)
+    return not hooks and "forward" not in vars(part) and _unchanged(part, own)

@@ -123,10 +123,8 @@ def matmul(a: Operand, b: Operand, epilogue: Epilogue, fast: bool = False, confi
         raise BackendError(f"backend 'triton' cannot multiply these: {reason}; use fe.backend('reference')")
     a, b = _suited(a, b)
     with _on(a.data.device):
-        cast = {"config": config and _configured(config, a, b), "gluon": environment.gluon()}
-        if a.scaled_along_k:
-            return _kernel("matmul_block")(a, b, epilogue, **cast)
-        return _kernel("matmul_fp8")(a, b, epilogue, not fast, **cast)
+        found = config and _configured(config, a, b)
+        return _kernel("matmul", "matmul_fp8")(a, b, epilogue, not fast, found, environment.gluon())
 
 
 def _configured(config, a: Operand, b: Operand):
@@ -143,7 +141,7 @@ def matmul_fp16(a_MK: torch.Tensor, b_NK: torch.Tensor, epilogue: Epilogue) -> t
     if reason:
         raise BackendError(f"backend 'triton' cannot multiply these: {reason}; use fe.backend('reference')")
     with _on(a_MK.device):
-        return _kernel("matmul_fp16")(_addressable(a_MK), _addressable(b_NK), epilogue)
+        return _kernel("matmul", "matmul_fp16")(_addressable(a_MK), _addressable(b_NK), epilogue)
 
 
 def castable(x_MK: torch.Tensor, cast: Cast) -> bool:

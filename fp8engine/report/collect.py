@@ -78,7 +78,7 @@ def inspect(model: nn.Module) -> Report:
             )
             if gathered := sharded.get((id(module), key)):
                 layer["gather"] = f"high precision: {gathered.why}" if gathered.why else "FP8 codes"
-        if key != "weight" and len(shape) == 3:
+        if len(shape) == 3 and (key != "weight" or id(module) in run):
             layer["experts"] = [run.get(id(module), shape[0]), shape[0]]
         layers.append(layer)
     sums = _totals(layers, totals(sharded))

@@ -22,7 +22,8 @@ class Slot(Counted):
     """An operand or a result of a layer; of what is never cast to FP8 only cast and format are there.
 
     cast: as "E4M3 per row", or "none"; format: "E4M3", "BF16", or "none".  scale: the dequantisation factor of the
-    latest cast; amax: of the latest step.  margin: powers of two.
+    latest cast; amax: of the latest step, 0 where nothing was cast in it (a weight whose copy was kept).
+    margin: powers of two.
     """
 
     cast: str

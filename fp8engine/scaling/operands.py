@@ -143,7 +143,7 @@ class RootForward(threading.local):
         found, task = vars(x).get("fp8"), _torch.graph_task()  # of the backward pass under way; -1 outside of one
         found = found if type(found) is Operands else Operands()
         if found.producer is not None:
-            seen = unchanged(x, whole=False)
+            seen = unchanged(x)
             valid = found.place is None and found.seen in (None, seen)  # a graph may have written into what it has made
         else:
             during = self.number if task == -1 else task
@@ -164,19 +164,16 @@ class RootForward(threading.local):
         return RootForward, ()
 
 
-def unchanged(x: torch.Tensor, whole: bool = True) -> tuple:
-    """What is equal while x holds the values that it holds, as far as a thread can know without waiting for a card.
-
-    whole: on a CPU all of its memory is read, else 32 values: of a tensor that was made a moment ago.
-    """
-    values = fingerprint(x, whole) if _torch.dispatch_modes() == 0 else []  # a mode would be shown what reads them
+def unchanged(x: torch.Tensor) -> tuple:
+    """What is equal while x holds the values that it holds, as far as a thread can know without waiting for a card."""
+    values = fingerprint(x) if _torch.dispatch_modes() == 0 else []  # a mode would be shown what reads them
     return threading.get_ident(), x._version, capturing(x.device), values
 
 
 def operands_of_gradient(dy: torch.Tensor) -> Operands | None:
     """What an activation's backward has made of dy, if dy is what it gave."""
     found = vars(dy).get("fp8")
-    if type(found) is not Operands or (found.seen is not None and found.seen != unchanged(dy, whole=False)):
+    if type(found) is not Operands or (found.seen is not None and found.seen != unchanged(dy)):
         return None
     return found
 

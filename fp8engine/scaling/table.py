@@ -61,7 +61,8 @@ class ScalingState:
         self.shares = any(parent is not None for parent in self.parents)  # whether any layers may read one tensor
         self.ranks = ""  # name of the process group whose amaxes are joined; "": DistributedDataParallel's, if any
         self.backward_seen = False  # a backward pass has recorded amaxes that no update has entered yet
-        self.recomputed = False  # forwards run again inside backward: the first ones may run without gradients
+        self.root_begins = False  # the root's forward has run with gradients: steps begin with it
+        self.recomputed = False  # a forward ran again inside backward, which may have run without gradients at first
         self.begun = False  # a training step has begun
         self.watched = False  # a root's forward begins its steps
         self.predictions = 0  # how often scales were predicted
@@ -250,8 +251,9 @@ class ScalingState:
             first = not (self.begun or self.on_step is None) or (root and self.decides_next)
             if torch.is_grad_enabled() or self.recomputed or first:
                 self.fold()
-        elif torch.is_grad_enabled():
-            self.recomputed = True
+            self.root_begins |= root and torch.is_grad_enabled()
+        else:
+            self.recomputed |= _without_gradients_at_first()  # the root is run again, and not a part of it
 
     def begin_in_graph(self) -> None:
         """Enter the last step's amaxes, in a graph that torch.compile traces, if it is one for training.
@@ -266,7 +268,7 @@ class ScalingState:
         `on_step` has not been called for the first, or if all that it was called for were evaluations.
         """
         if graph_task() != -1:
-            self.recomputed |= torch.is_grad_enabled()
+            self.recomputed |= not self.root_begins and _without_gradients_at_first()
         elif self.backward_seen or (self.on_step is not None and (not self.begun or self._evaluated())):
             self.begin_step()
 
@@ -383,3 +385,12 @@ class ScalingState:
     def roles(self, layer: int) -> tuple[str, ...]:
         """The roles of which the layer has slots."""
         return (*ROLES, OUTPUT) if layer in self.outputs.places else ROLES
+
+
+def _without_gradients_at_first() -> bool:
+    """Whether a forward that runs inside a backward pass may have run without gradients before.
+
+    A reentrant checkpoint's has; one that is not reentrant, which sets hooks of its own, would not compute it again.
+    """
+    hooks = _torch.saved_tensors_hooks(False)
+    return torch.is_grad_enabled() and not (hooks and hooks[0].__qualname__.startswith("_recomputation_hook"))

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from fp8engine.amp.compare import compare
+from fp8engine.amp.decorate import decorate
 from fp8engine.amp.lists import OpLists
 from fp8engine.errors import StateError, UnsupportedDtype
 
@@ -205,3 +206,18 @@ def test_bad_arguments_are_errors():
         compare(nn.Identity(), torch.ones(1), low=torch.int8)
     with pytest.raises(StateError, match="cpu and meta; move them to one"):
         compare(nn.Linear(4, 4, device="meta"), torch.ones(1, 4))
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("part", [False, True])
+def test_a_decorated_model_is_compared_with_fp32(level: str, part: bool):
+    class Bad(nn.Module):
+        def forward(self, x):
+            return (x + 1000) - 1000
+
+    model = nn.Sequential(nn.Linear(8, 8), Bad(), nn.Linear(8, 4))
+    decorate(model, level=level)
+    found = compare(nn.Sequential(model) if part else model, torch.randn(16, 8))
+    first = found.first()
+    assert first is not None
+    assert (first.name, first.dtypes) == ("0.1" if part else "1", ("FP16", "FP32"))

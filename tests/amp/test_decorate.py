@@ -8,15 +8,18 @@ import copy
 import functools
 import inspect
 import pickle
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+from fp8engine.amp.compare import compare
 from fp8engine.amp.decorate import decorate
 from fp8engine.amp.lists import OpLists
 from fp8engine.amp.master import MasterWeights
+from fp8engine.amp.pin import pin_fp32
 from fp8engine.amp.scaler import GradScaler
 from fp8engine.errors import OptimizerError
 
@@ -324,3 +327,43 @@ def test_changed_lists_reach_the_forward():
     model.down.register_forward_hook(lambda m, args, y: heard.append(y.dtype))
     model(data()[0])
     assert heard == [torch.float32]
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """As a model returns it; `again` may hold it itself."""
+
+    y: torch.Tensor
+    rest: dict[str, Any]
+    again: list
+
+
+class Returns(nn.Module):
+    """One linear layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+
+    def forward(self, x):
+        y = self.fc(x)
+        self.made = Output(y, {"y": [y, 7], "text": "kept"}, [])
+        self.made.again.append(self.made)
+        return self.made
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_dataclass_comes_back_in_fp32(level: str):
+    model: Any = decorate(Returns(), level=level)
+    output = model(torch.ones(2, 4))
+    assert (output.y.dtype, output.rest["y"][0].dtype, model.made.y.dtype) == (
+        torch.float32,
+        torch.float32,
+        torch.float16,
+    )
+    assert (output.rest["y"][1], output.rest["text"], type(output)) == (7, "kept", Output)
+    layer = compare(Returns(), torch.ones(2, 4)).layers[-1]
+    assert (layer.name, layer.dtypes) == ("", ("FP16", "FP32"))
+    with pin_fp32(model):
+        output = model(torch.ones(2, 4))
+        assert output is model.made, "nothing to cast"

@@ -186,6 +186,7 @@ def rank(number: int, folder: str, level: str) -> None:
     leave()
 
 
+@pytest.mark.few(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_under_distributed_data_parallel(tmp_path: Path, level: str):

@@ -48,7 +48,7 @@ class Run:
 
     def __init__(self, init_scale: float = 2.0**16, mode: str = "counters", dtype: torch.dtype = torch.float16):
         self.gains = [Gain(dtype), Gain(dtype)]
-        self.model = nn.Sequential(nn.Linear(4, 4), *self.gains)
+        self.model: Any = nn.Sequential(nn.Linear(4, 4), *self.gains)
         self.optimizer = torch.optim.SGD(self.model.parameters(), 0.0)
         self.scaler = GradScaler("cpu", init_scale, growth_interval=4)
         self.watch = find_overflow(self.model, self.scaler, mode=mode)
@@ -157,6 +157,37 @@ def test_a_gradient_beyond_fp16_without_any_scale_is_guilty(mode: str):
         assert run.row().guilty == 0
         run.steps(18)  # 0.5
         assert run.watch.pin(1) == ["2"]
+
+
+class Beside(nn.Module):
+    """The sum of a model and of a square root of 0, whose gradient, Inf, ReLU's backward masks."""
+
+    def __init__(self, model: nn.Module):
+        super().__init__()
+        self.model, self.fc, self.relu, self.root = model, nn.Linear(4, 4), nn.ReLU(), Root()
+        nn.init.constant_(self.fc.bias, -10.0)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """The model's output."""
+        return self.model(x) + self.root(self.relu(self.fc(x)))
+
+
+class Root(nn.Module):
+    """A square root."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Of x."""
+        return x.sqrt()
+
+
+@MODES
+def test_an_inf_that_reaches_no_weight_does_not_hide_that_a_step_has_passed(mode: str):
+    run = Run(init_scale=2.0**11)
+    run.model = Beside(run.model)
+    with find_overflow(run.model, run.scaler, mode=mode) as watch:
+        run.steps(6, 6, 6)  # 2^11 and 2^10 over, 2^9 passes
+    assert watch.pin() == []
+    assert {one.cured_by for one in watch.findings} == {512.0}
 
 
 def test_an_op_in_fp32_is_guilty_at_once():

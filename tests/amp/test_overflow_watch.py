@@ -186,7 +186,8 @@ def test_victims_are_not_named_and_the_report_says_who_is_who():
     text = str(report)
     assert "victim" in text
     assert "guilty x2" in text
-    assert f"first: step 0: output of '{PART}' is Inf in float16 made by exp from values up to " in text
+    assert f"first: step 0: output of '{PART}' is Inf in float16 from values up to " in text
+    assert " and made by exp (as step 1 showed)" in text
     told = json.loads(json.dumps(report.to_dict(), allow_nan=False))
     assert told["findings"][0]["layer"] == PART
     assert told["findings"][0]["output_amax"] == "inf"

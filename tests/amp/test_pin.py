@@ -10,6 +10,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from fp8engine.amp.decorate import decorate
+from fp8engine.amp.overflow import find_overflow
 from fp8engine.amp.pin import pin_fp32
 from fp8engine.errors import ConversionError, UnknownName
 
@@ -230,3 +232,57 @@ def test_a_pinned_module_keeps_the_signature_that_callers_inspect():
     with pin_fp32(layer):
         assert inspect.signature(layer.forward) == before
     assert type(layer) is nn.MultiheadAttention
+
+
+class Gram(nn.Module):
+    """Its own forward makes 90,000 in FP16."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+
+    def forward(self, x):
+        h = self.fc(x) * 0 + x
+        return h @ h.t()
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("around", [False, True])
+def test_a_pin_on_or_around_a_decorated_model(level: str, dtype: torch.dtype, around: bool):
+    root: Any = decorate(Gram(), level=level)
+    model = nn.Sequential(root) if around else root
+    x = torch.full((2, 4), 150.0, dtype=dtype)
+    assert model(x).isinf().all()
+    pin = pin_fp32(model, output="fp32" if around else "auto")
+    assert torch.equal(model(x), torch.full((2, 2), 90000.0))
+    assert torch.equal(model(x * 400), torch.full((2, 2), 1.44e10)), "no cast of 60,000 or of what it becomes"
+    pin.remove()
+    assert model(x).isinf().all()
+    with find_overflow(model) as watch:
+        model(x)
+        assert watch.pin() == ["0" if around else ""]
+        assert model(x).isfinite().all()
+        assert watch.pin() == []
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_checkpoint_of_a_decorated_part_is_recomputed_in_fp32_too(reentrant: bool):
+    part: Any = decorate(nn.Linear(4, 4))
+    around = Within(lambda x: checkpoint(part, x, use_reentrant=reentrant))
+    around.part = part
+    pin_fp32(around)
+    x = torch.randn(3, 4, requires_grad=True)
+    around(x).sum().backward()
+    torch.testing.assert_close(part.weight.grad, x.detach().sum(0).expand(4, 4))  # FP16 would round x to 2^-11
+
+
+class Within(nn.Module):
+    """A function as a module."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, x):
+        return self.function(x)

@@ -64,11 +64,11 @@ class Run:
         self.weight = nn.Parameter(torch.ones(2))
         self.optimizer: torch.optim.Optimizer = torch.optim.SGD([self.weight], lr=2.0**-8)
 
-    def step(self, value: float = 1.0) -> None:
+    def step(self, value: float = 1.0, *new_scale: float) -> None:
         """One iteration; the gradient is `value`."""
         self.weight.grad = self.scaler.scale(torch.full((2,), value))
         self.scaler.step(self.optimizer)
-        self.scaler.update()
+        self.scaler.update(*new_scale)
 
     def seen(self) -> tuple:
         state = self.scaler.state_dict()
@@ -229,6 +229,18 @@ def test_what_was_skipped_is_told_and_counted(kind: type[GradScaler]):
     assert stats.history == ((2, 32.0), (3, 16.0), (4, 8.0))
     with pytest.raises(OptimizerError, match="no step"):
         run.scaler.step_skipped(torch.optim.SGD([run.weight]))
+
+
+@pytest.mark.parametrize("kind", [GradScaler, OnDevice])
+def test_an_iteration_that_ends_with_a_scale_of_ones_own_counts(kind: type[GradScaler]):
+    run = Run(kind("cpu", 16.0))
+    run.scaler.scale(run.weight)
+    run.scaler.update(16.0)  # no step: no iteration
+    for value, new_scale in ((1.0, ()), (math.inf, ()), (1.0, ()), (math.inf, (4.0,)), (1.0, (2.0,))):
+        run.step(value, *new_scale)
+    stats = run.scaler.stats
+    assert (stats.iterations, stats.skipped, stats.skipped_in_a_row, stats.falls_in_a_row) == (5, 2, 0, 0)
+    assert stats.history == ((2, 8.0), (4, 4.0), (5, 2.0))
 
 
 def test_each_optimizer_is_skipped_for_itself_and_the_scale_falls_for_all():

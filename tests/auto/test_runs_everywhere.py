@@ -139,6 +139,7 @@ def test_sampling_that_fails_is_said_once_by_name_and_training_goes_on(where: st
         many(strict, 2)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_a_compiled_layer_says_it_too(backend: str, monkeypatch: pytest.MonkeyPatch):

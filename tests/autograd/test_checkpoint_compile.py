@@ -35,6 +35,8 @@ def checkpointed(model: Any, reentrant: bool = False) -> Any:
     return lambda *given: checkpoint(model, *given, use_reentrant=reentrant)
 
 
+@pytest.mark.short
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("recipe", cases([("current",), ("delayed",), ("rowwise_gw_hp",)], FP8_RECIPES))
 def test_a_graph_of_checkpointed_blocks_equals_eager_code_without(recipe):
@@ -83,6 +85,7 @@ def test_no_code_is_kept_for_backward_and_only_what_writes_nothing_runs_again():
     assert "put_column" not in backward.code, backward.code
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("recipe", "needs"),
     cases([("delayed", "weights"), ("delayed", "input")], ["delayed", "blockwise"], ["weights", "input"]),
@@ -169,6 +172,7 @@ def test_attention_blocks_checkpointed_inside_of_their_graphs(recipe):
     assert losses[0] == losses[1]
 
 
+@pytest.mark.few(1)
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 @pytest.mark.slow
 @pytest.mark.parametrize("inside", cases([(True,)], [True, False]))

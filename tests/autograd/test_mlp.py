@@ -45,6 +45,7 @@ def shapes(kind: str, two: bool = False, k: int = K, f: int = F) -> list[tuple[i
     return [(k, f * (1 + ACTIVATIONS[kind].gated)), (f, k)]
 
 
+@pytest.mark.few(60)
 @pytest.mark.parametrize("memory", EXACT, ids=str)
 @pytest.mark.parametrize("kind", ACTIVATIONS)
 @pytest.mark.parametrize("recipe", FP8_RECIPES)
@@ -135,6 +136,7 @@ def worst(recipe: str, kind: str, memory: Memory) -> dict[str, float]:
     }
 
 
+@pytest.mark.few(100)
 @pytest.mark.parametrize("memory", MEMORIES, ids=str)
 @pytest.mark.parametrize("kind", ACTIVATIONS)
 @pytest.mark.parametrize("recipe", FP8_RECIPES)

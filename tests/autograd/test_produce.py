@@ -86,7 +86,9 @@ def steps(model: Any, calls: list[Any], dtype: torch.dtype = torch.float32) -> l
 QUICK = [("delayed", 0), ("rowwise", 2)]
 
 
-@pytest.mark.few(2)
+@pytest.mark.short
+@pytest.mark.slow
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("recipe", "first"),
     [
@@ -174,6 +176,7 @@ def test_a_write_between_a_norm_and_its_reader_is_read(write, early):
     assert same(tables(model)[:2], tables(wanted)[:2])
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize("early", [True, False], ids=["before the first reader", "between two"])
 @pytest.mark.parametrize("write", WRITES)
 def test_in_a_graph_too(write, early):

@@ -39,7 +39,7 @@ def test_the_default_kernel_is_hopper_code(default: judge.Row):
 
 @pytest.mark.parametrize("flatten", [True, False])
 def test_a_flattened_loop_loads_the_next_tile_before_it_stores_one(flatten: bool):
-    matmul_fp8 = importlib.import_module("fp8engine.kernels.matmul_fp8").matmul_fp8
+    matmul_fp8 = importlib.import_module("fp8engine.kernels.matmul").matmul_fp8
     config = Config(64, 128, 128, warps=4, flatten=flatten)
     operand = launches._operand(launches.SIZE, launches.SIZE, -1, -1)
     with offline.caught(90) as caught:
@@ -100,13 +100,13 @@ def test_the_launch_that_is_compiled_is_the_launchers_own():
     with offline.caught(90) as launches:
         CASES[f"matmul_fp8 row sm_90 {config} row"].launch()
     (launch,) = launches
-    assert launch.name == "_matmul_fp8_kernel"
+    assert launch.name == "_matmul_kernel"
     assert launch.signature["a"] == "tensordesc<fp8e4nv[128, 128]>"
     assert launch.signature["bias"] == "*bf16"
     assert launch.signature["amax_ptr"] == "constexpr"  # None: no statistics were asked for
     assert (launch.options["num_warps"], launch.options["num_stages"]) == (config.warps, config.stages)
     constants = {launch.kernel.arg_names[index[0]]: value for index, value in launch.constants.items()}
-    assert (constants["BY_ROW_A"], constants["BLOCK_N"], constants["PROMOTED"]) == (True, 128, False)
+    assert (constants["ROWS_A"], constants["BLOCK_N"], constants["SUMS"]) == (1, 128, "kept")
 
 
 def test_nothing_is_launched_and_the_driver_is_put_back():
@@ -129,12 +129,12 @@ def test_interpreted_kernels_cannot_be_compiled(monkeypatch: pytest.MonkeyPatch)
 
 def test_a_spill_is_found_by_the_compiler_itself(monkeypatch: pytest.MonkeyPatch):
     # 128 sums a thread and an erf in one piece do not fit into 255 registers: why `launch.parts` cuts a tile in four.
-    matmul_fp8 = importlib.import_module("fp8engine.kernels.matmul_fp8")
+    matmul = importlib.import_module("fp8engine.kernels.matmul")
     config, end = Config(128, 128, 128, warps=4, parts=1), launches._epilogues(fp8=True)["gelu+amax"]
-    assert matmul_fp8.parts(config, end, launches._meta(64, 4096, dtype=launches.BF16)) == 4
-    monkeypatch.setattr(matmul_fp8, "parts", lambda config, epilogue, y_MN: config.parts)
+    assert matmul.parts(config, end, launches._meta(64, 4096, dtype=launches.BF16)) == 4
+    monkeypatch.setattr(matmul, "parts", lambda config, epilogue, y_MN: config.parts)
     operand = launches._operand(launches.SIZE, launches.SIZE, -1, -1)
-    case = launches.Case("", 90, config, True, lambda: matmul_fp8.matmul_fp8(operand, operand, end, False, config))
+    case = launches.Case("", 90, config, True, lambda: matmul.matmul_fp8(operand, operand, end, False, config))
     (row,) = judge.compile_case(case)
     assert row.spills > 0
     assert judge.failures(row) == [f"{row.spills} bytes spilled"]

@@ -14,8 +14,8 @@ from fp8engine.kernels.tuning import table
 CASES = {case.name: case for case in launches.cases()}
 CONFIG = table()["matmul_fp8"]["sm_90"]["small"]
 NAME = f"matmul_fp8 tensor sm_90 {CONFIG} plain"
-# What a launch's key has to depend on: kernels/matmul_fp8.py imports epilogue.py, which imports rounding.py.
-SOURCES = ("matmul_fp8", "epilogue", "rounding", "tile", "launch")
+# What a launch's key has to depend on: kernels/matmul.py imports epilogue.py, which imports rounding.py.
+SOURCES = ("matmul", "epilogue", "rounding", "tile", "launch")
 
 
 @pytest.fixture
@@ -48,7 +48,7 @@ def test_a_source_that_a_kernel_imports_at_any_remove_is_in_its_key(source: str,
 def test_a_source_that_a_kernel_does_not_import_is_not_in_its_key(tmp_path: Path):
     folder = tmp_path / "kernels"
     shutil.copytree(keys.KERNELS, folder)
-    for source in ("attention", "norm_quantize", "matmul_block"):
+    for source in ("attention", "norm_quantize", "matmul_grouped"):
         (folder / f"{source}.py").write_text("")
     assert keys.of(CASES[NAME], folder) == keys.of(CASES[NAME])
 
@@ -58,7 +58,7 @@ def test_what_triton_is_told_the_card_and_the_judgement_are_in_the_key(monkeypat
     other = next(c for c in CASES.values() if c.name.startswith("matmul_fp8 tensor sm_89") and c.name.endswith("plain"))
     found = [keys.of(case), keys.of(other), keys.of(CASES[NAME.replace("plain", "fp32")])]
     found.append(keys.of(dataclasses.replace(case, architecture=100)))
-    found.append(keys.of(dataclasses.replace(case, wide=("_matmul_fp8_kernel",))))
+    found.append(keys.of(dataclasses.replace(case, wide=("_matmul_kernel",))))
     monkeypatch.setattr(keys, "_judgement", lambda: "another")
     found.append(keys.of(case))
     monkeypatch.undo()

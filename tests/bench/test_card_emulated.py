@@ -28,10 +28,9 @@ SCRIPT = Path(__file__).parents[1] / "helpers" / "emulated_gpu.py"
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 # (first, last) of the smoke checks, about the same work each, and a kernel that they launch.
 SMOKE = {
-    (0, 15): "_matmul_fp8_kernel",
+    (0, 15): "_matmul_kernel",
     (15, 17): "_norm_kernel",
-    (17, 19): "_matmul_fp8_kernel",
-    (19, 20): "_matmul_block_kernel",
+    (17, 20): "_matmul_kernel",
 }
 
 
@@ -47,16 +46,16 @@ class Others(NamedTuple):
 
 
 FIRST = [0, 1]
-CASTS = {"_measure_kernel", "_cast_kernel", "_matmul_fp8_kernel"}
-TRAINING = CASTS | {"_matmul_block_kernel", "_scale_update_kernel"}
+CASTS = {"_measure_kernel", "_cast_kernel", "_matmul_kernel"}
+TRAINING = CASTS | {"_scale_update_kernel"}
 # What one run of the script has: groups whose work takes about the same time together.
 OTHERS = (
     {
         "gluon": Others(FIRST, {"_matmul_gluon_kernel", "_matmul_gluon_scaled_kernel"}, 11),
-        "few": Others(FIRST, {"_matmul_fp8_kernel"}, 12),
+        "few": Others(FIRST, {"_matmul_kernel"}, 12),
     },
     {
-        "gemm": Others(FIRST, {"_matmul_fp8_kernel", "_matmul_block_kernel", "_matmul_fp16_kernel"}, 14),
+        "gemm": Others(FIRST, {"_matmul_kernel"}, 14),
         "casts": Others(FIRST, {"_cast_kernel", "_short_kernel"}, 9),
         "experts": Others(FIRST, {"_grouped_rows_kernel", "_grouped_sums_kernel"}, 7),
     },
@@ -69,13 +68,11 @@ OTHERS = (
     {"block": Others(FIRST, TRAINING | {"_norm_kernel", "_act_kernel"}, 9)},
     {"model": Others(FIRST, CASTS | {"_norm_kernel", "_act_kernel"}, 2)},
     {
-        "checks-1": Others("rounded to E4M3", {"_matmul_fp16_kernel"}),
-        "checks-2": Others("matmul_block 16x16x16, integers", {"_matmul_block_kernel"}),
+        "checks-1": Others("rounded to E4M3", {"_matmul_kernel"}),
+        "checks-2": Others("matmul_block 16x16x16, integers", {"_matmul_kernel"}),
         "checks-5": Others("casts 3x7, bit for bit", {"_cast_kernel"}),
         "checks-6": Others("sums of columns 3x7", {"_column_sums_kernel"}),
-        "checks-7": Others(
-            [0, 2], {"_matmul_block_kernel", "_attention_kernel", "_by_queries_kernel", "_by_keys_kernel"}
-        ),
+        "checks-7": Others([0, 2], {"_matmul_kernel", "_attention_kernel", "_by_queries_kernel", "_by_keys_kernel"}),
     },
 )
 # checks-3 and checks-4 are other shapes of checks-2's; checks-8 captures CUDA graphs; the sweep is 100 configurations
@@ -141,7 +138,7 @@ def test_every_group_has_its_place():
 
 
 @pytest.mark.slow
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("groups", OTHERS, ids=" ".join)
 def test_a_case_of_every_other_group(groups: dict[str, Others], tmp_path: Path):
     ran = run(tmp_path, {name: group.place for name, group in groups.items()})

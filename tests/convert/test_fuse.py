@@ -57,6 +57,7 @@ READ = {
 }
 
 
+@pytest.mark.few(24)
 @pytest.mark.parametrize("name", FAMILIES | MORE)
 def test_producers_numbers_counts_and_what_is_left_alone(name: str):
     family = (FAMILIES | MORE)[name]

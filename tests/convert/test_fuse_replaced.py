@@ -5,6 +5,7 @@ As in test_fuse_foreign.py two copies, with fuse=False and by default, are chang
 
 import copy
 import functools
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -12,10 +13,14 @@ import pytest
 import torch
 from hf_families import FAMILIES
 from hf_fusing import alike, block, pair, producers, sources, step
-from support import same, sqnr
+from probe_modules import TimmGluMlp
+from support import converted, same, sqnr
 from torch import nn
 from torch.nn.utils import parametrize
 from transformers.models.llama import modeling_llama
+
+from fp8engine.convert.twin import own_attributes
+from fp8engine.nn import produce
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
 LLAMA = FAMILIES["llama"]
@@ -113,6 +118,165 @@ class Louder(modeling_llama.LlamaRMSNorm):
 
     def forward(self, hidden_states):
         return 2 * super().forward(hidden_states)
+
+
+class Settable(nn.Module):
+    """A norm, an activation and a gated MLP that look at attributes."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.act, self.mlp = SettableRms(), SettableSwish(), SettableMlp()
+        self.inner, self.proj = nn.Linear(32, 32), nn.Linear(32, 32)
+        self.gelu, self.out = nn.GELU(), nn.Linear(32, 32)
+
+    def forward(self, x):
+        x = x + self.mlp(self.norm(x))
+        return self.out(self.gelu(self.proj(self.act(self.inner(x)))))
+
+
+class SettableRms(nn.RMSNorm):
+    """Has a scale."""
+
+    def __init__(self):
+        super().__init__(32, 1e-6)
+        self.scale = 1
+
+    def forward(self, x):
+        return super().forward(x) * self.scale
+
+
+class SettableSwish(nn.Module):
+    """Has its class's beta."""
+
+    beta = 1.0
+
+    def forward(self, x):
+        return x * torch.sigmoid(self.beta * x)
+
+
+class SettableMlp(nn.Module):
+    """Has dropout and an activation by function, and may have a scale."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate, self.up, self.down = nn.Linear(32, 48), nn.Linear(32, 48), nn.Linear(48, 32)
+        self.p, self.fn = 0.0, nn.functional.silu
+
+    def forward(self, x):
+        h = self.fn(self.gate(x)) * self.up(x) * getattr(self, "scale", 1.0)
+        return self.down(nn.functional.dropout(h, self.p) if self.p else h)
+
+
+SETTINGS: dict[str, Callable[[Any], Any]] = {
+    "a scale": lambda model: setattr(model.norm, "scale", 4),
+    "another scale, in place of 1": lambda model: setattr(model.norm, "scale", torch.tensor(2.0)),
+    "beta": lambda model: setattr(model.act, "beta", 3),
+    "dropout": lambda model: setattr(model.mlp, "p", 0.5),
+    "a function": lambda model: setattr(model.mlp, "fn", nn.functional.relu),
+    "an attribute that was not there": lambda model: setattr(model.mlp, "scale", 3.0),
+}
+
+
+def settable() -> list[Any]:
+    torch.manual_seed(0)
+    plain = Settable()
+    models = [converted(copy.deepcopy(plain), "rowwise", fuse=fuse) for fuse in (False, None)]
+    assert producers(models[1]) == ["norm", "act", "mlp", "gelu"]
+    return models
+
+
+def ran(model: Any, call: Any = None) -> list[torch.Tensor]:
+    """A step's result and gradients, dropout drawn from one seed.  call: the model, or what compiles it."""
+    model.zero_grad()
+    torch.manual_seed(3)
+    y = (model if call is None else call)(torch.linspace(-2, 3, 24 * 32).view(24, 32))
+    y.square().mean().backward()
+    return [y.detach(), *(p.grad for p in model.parameters())]
+
+
+COMPILED = ["a function", "an attribute that was not there"]
+
+
+@pytest.mark.parametrize(
+    ("setting", "compiled"), [*((setting, False) for setting in SETTINGS), *((setting, True) for setting in COMPILED)]
+)
+def test_an_attribute_that_is_set_after_conversion_is_followed(setting: str, compiled: bool, fresh):
+    models = settable()
+    call = torch.compile(models[1], fullgraph=True, backend="aot_eager") if compiled else models[1]
+    before = ran(models[1], call)
+    for model in models:
+        SETTINGS[setting](model)
+    found = [ran(models[0]), ran(models[1], call)]
+    assert min(map(sqnr, *found)) > 40
+    assert sqnr(found[1][0], before[0]) < 30, "it makes another model"
+
+
+class Unchanged(nn.Module):
+    """Whether its attributes are what they were, as code that a graph can hold."""
+
+    def __init__(self):
+        super().__init__()
+        self.shape, self.p, self.name, self.config, self.none = (32,), 0.5, "tanh", types.SimpleNamespace(), None
+        self.act, self.silu = functools.partial(nn.functional.gelu, approximate="tanh"), nn.functional.silu
+        self.known = tuple(own_attributes(self))
+
+    def forward(self, x):
+        return x + 1 if produce._unchanged(self, self.known) else x - 1
+
+
+def test_in_a_graph_too_attributes_are_what_they_were(fresh):
+    """torch.compile has other objects for a tuple and for a partial function."""
+    module = Unchanged()
+    assert len(module.known) == 7
+    call = torch.compile(module, fullgraph=True, backend="eager")
+    assert module(torch.zeros(1)) == call(torch.zeros(1)) == 1
+    module.act = functools.partial(nn.functional.gelu, approximate="none")
+    assert module(torch.zeros(1)) == call(torch.zeros(1)) == -1
+
+
+def test_a_class_whose_attribute_is_set_after_conversion_is_followed(monkeypatch: pytest.MonkeyPatch):
+    models = settable()
+    monkeypatch.setattr(SettableSwish, "beta", 3.0)
+    assert min(map(sqnr, *map(ran, models))) > 40
+    assert type(models[1].act(torch.ones(2, 32)).grad_fn) is type(models[0].act(torch.ones(2, 32)).grad_fn)
+
+
+def test_a_copy_has_the_attributes_that_were_recognised():
+    model = settable()[1]
+    other = copy.deepcopy(model)
+    ran(other)
+    ran(model)
+    assert sources(other) == sources(model)
+    assert sources(model)["mlp.down"] == "mlp"
+
+
+def test_another_form_of_gelu_is_followed_by_itself_and_as_a_part_of_an_mlp(monkeypatch: pytest.MonkeyPatch):
+    gelu, x = settable()[1].gelu, torch.linspace(-4, 4, 64).view(2, 32)
+    mlp = converted(TimmGluMlp(nn.GELU), "rowwise")
+    assert producers(mlp) == [""]
+    before, calls, forward = gelu(x), [], nn.GELU.forward
+    with monkeypatch.context() as patch:
+        patch.setattr(nn.GELU, "forward", lambda self, x: (calls.append(x), forward(self, x))[1])
+        mlp(x)
+        assert calls == []
+        gelu.approximate = mlp.act.approximate = "tanh"
+        mlp(x)
+    assert len(calls) == 1, "the MLP's own forward"
+    assert not torch.equal(gelu(x), before)
+    assert torch.equal(gelu(x), nn.functional.gelu(x, approximate="tanh"))
+
+
+@pytest.mark.parametrize("kind", [nn.LayerNorm, lambda width: nn.RMSNorm(width, 1e-6)])
+def test_a_number_without_dimensions_is_refused_as_torch_refuses_it(kind: Callable):
+    plain = nn.Sequential(kind(32), nn.Linear(32, 32))
+    model = converted(copy.deepcopy(plain))
+    assert producers(model) == ["0"]
+    told = []
+    for norm in (plain[0], model[0]):
+        with pytest.raises((RuntimeError, ValueError)) as error:
+            norm(torch.tensor(1.0))
+        told.append(str(error.value))
+    assert told[0] == told[1]
 
 
 def test_a_subclass_of_a_norm_is_no_norm_that_is_known():

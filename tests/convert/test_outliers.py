@@ -105,6 +105,7 @@ def test_our_modules_smoothed_compute_what_they_did(make):
     assert sum(pair[0] > 10 for pair in pairs) >= len(pairs) - 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.slow), torch.bfloat16], ids=str)
 def test_a_graph_computes_what_eager_code_computes(dtype: torch.dtype, fresh):
     eager = mlp(dtype=dtype)
@@ -117,6 +118,7 @@ def test_a_graph_computes_what_eager_code_computes(dtype: torch.dtype, fresh):
         assert all(torch.equal(want, got) for want, got in zip(wanted, results(compiled, x), strict=True))
 
 
+@pytest.mark.few(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("fuse", [False, True])
 def test_a_graph_of_llama(fuse: bool, fresh):

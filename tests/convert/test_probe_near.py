@@ -73,6 +73,149 @@ def spoiled(kind: type[nn.Module], **methods) -> Any:
     return type(kind.__name__, (kind,), methods)
 
 
+class Guided(torch.autograd.Function):
+    """A ReLU whose backward passes no negative gradient (arXiv 1412.6806)."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x.relu()
+
+    @staticmethod
+    def backward(ctx, dy):
+        return dy.relu() * (ctx.saved_tensors[0] > 0)
+
+
+class DetachedRms(Rms):
+    """Takes its statistics as constants."""
+
+    def forward(self, x):
+        return self.weight * x * torch.rsqrt(x.detach().square().mean(-1, keepdim=True) + 1e-6)
+
+
+class FrozenRms(Rms):
+    """Gives its weight no gradient."""
+
+    def forward(self, x):
+        return F.rms_norm(x, (K,), self.weight.detach(), 1e-6)
+
+
+class ClampsInput(Rms):
+    """Clamps what it reads, far out."""
+
+    def forward(self, x):
+        return super().forward(x.clamp(-2e4, 2e4))
+
+
+def in_fp16(h: torch.Tensor) -> torch.Tensor:
+    return h.clamp(-100, 100) if h.dtype == torch.float16 else h
+
+
+def with_gradients(h: torch.Tensor) -> torch.Tensor:
+    return h * 0.5 if torch.is_grad_enabled() else h
+
+
+GRADIENTS: dict[str, Callable[[], nn.Module]] = {
+    "a straight-through ReLU": lambda: Function(lambda x: x + (F.relu(x) - x).detach()),
+    "a guided ReLU": lambda: Function(Guided.apply),
+    "detached": lambda: Function(lambda x: F.gelu(x).detach()),
+    "twice the gradient": lambda: Function(lambda x: 2 * F.silu(x) - F.silu(x).detach()),
+    "detached statistics": DetachedRms,
+    "a frozen weight": FrozenRms,
+    "a detached gate": lambda: Gated(lambda a, b: F.silu(a).detach() * b),
+    "a detached factor": lambda: Gated(lambda a, b: F.silu(a) * b.detach()),
+    "a guided gate": lambda: Gated(lambda a, b: Guided.apply(a) * b),
+    "a detached input": lambda: Gated(before=lambda x: x.detach()),
+    "a detached result": lambda: Gated(after=lambda x, y: y.detach()),
+    "half of the result's gradient": lambda: Gated(after=lambda x, y: 0.5 * y + 0.5 * y.detach()),
+}
+BRANCHES: dict[str, Callable[[], nn.Module]] = {
+    "a clamp in FP16": lambda: Gated(lambda a, b: in_fp16(F.silu(a) * b)),
+    "FP16's range": lambda: Gated(lambda a, b: (F.silu(a) * b).clamp(-65504, 65504)),
+    "an activation clamped in FP16": lambda: Function(lambda x: in_fp16(F.gelu(x))),
+    "a scale in FP32": lambda: Function(lambda x: F.gelu(x) * (1 + (x.dtype == torch.float32))),
+    "a scale with gradients": lambda: Gated(lambda a, b: with_gradients(F.silu(a) * b)),
+    "a scaled activation with gradients": lambda: Function(lambda x: with_gradients(F.relu(x))),
+    "a scaled norm with gradients": lambda: spoiled(
+        Rms, forward=lambda self, x: with_gradients(Rms.forward(self, x))
+    )(),
+    "a norm clamped in FP16": lambda: spoiled(Rms, forward=lambda self, x: Rms.forward(self, in_fp16(x)))(),
+    "a clamp of 65504": lambda: Function(lambda x: F.silu(x).clamp(max=65504.0)),
+    "a norm that clamps its input": ClampsInput,
+}
+
+
+class Penalty:
+    """Where a module leaves an auxiliary loss."""
+
+    penalty = 0.0
+
+    def add(self, loss) -> None:
+        self.penalty = self.penalty + loss
+
+
+SEEN: list[torch.Tensor] = []
+COUNTS: dict[str, int] = {"calls": 0}
+
+
+class Penalised(Gated):
+    """Adds to a loss on a helper object."""
+
+    def __init__(self):
+        super().__init__()
+        self.ctx = Penalty()
+
+    def forward(self, x):
+        h = F.silu(self.w1(x)) * self.w3(x)
+        self.ctx.penalty = self.ctx.penalty + h.abs().mean()
+        return self.w2(h)
+
+
+class CallsHelper(Penalised):
+    """Has the helper add to it."""
+
+    def forward(self, x):
+        h = F.silu(self.w1(x)) * self.w3(x)
+        self.ctx.add(h.abs().mean())
+        return self.w2(h)
+
+
+class Appends(Gated):
+    """Appends to a global list, in a method of its own."""
+
+    def note(self, h):
+        SEEN.append(h)
+        return h
+
+    def forward(self, x):
+        return self.w2(self.note(F.silu(self.w1(x)) * self.w3(x)))
+
+
+class CountsCalls(Rms):
+    """Counts its calls in a global dict."""
+
+    def forward(self, x):
+        COUNTS["calls"] += 1
+        return super().forward(x)
+
+
+class Inherits(CountsCalls):
+    """Its base counts."""
+
+    def forward(self, x):
+        return super().forward(x)
+
+
+SIDE_EFFECTS: dict[str, Callable[[], nn.Module]] = {
+    "a penalty on a helper": Penalised,
+    "a penalty that a helper adds": CallsHelper,
+    "a global list": Appends,
+    "a global dict": CountsCalls,
+    "a base's global dict": Inherits,
+    "of a part": lambda: TimmMlp(lambda: Function(lambda x: (SEEN.append(x), F.gelu(x))[1])),
+}
+
+
 NEAR_MISSES: dict[str, Callable[[], nn.Module]] = {
     "dropout": lambda: TimmMlp(drop=0.1).eval(),
     "dropout by function": lambda: Gated(after=lambda x, y: F.dropout(y, 0.1)),
@@ -150,6 +293,9 @@ NEAR_MISSES: dict[str, Callable[[], nn.Module]] = {
     "gelu, clipped at 1000": lambda: Function(lambda x: F.gelu(x).clamp(max=1000)),
     "it raises": lambda: Function(lambda x: 1 / 0),
     "it gives back no tensor": lambda: Function(lambda x: 3),
+    **GRADIENTS,
+    **BRANCHES,
+    **SIDE_EFFECTS,
 }
 
 
@@ -159,4 +305,5 @@ def test_near_misses_are_left_alone(name: str):
     module = NEAR_MISSES[name]()
     state = {key: value.clone() for key, value in module.state_dict().items()}
     assert what_is(module) is None
+    assert (SEEN, COUNTS) == ([], {"calls": 0}), "code that keeps what it saw does not run"
     assert all(torch.equal(value, state[key]) for key, value in module.state_dict().items())

@@ -4,12 +4,15 @@ import copy
 import io
 from typing import Any
 
+import peft
 import pytest
 import tiny_models as tiny
 import torch
+import transformers as hf
 from support import Net, converted, same
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from transformers.pytorch_utils import Conv1D
 
 import fp8engine as fe
 
@@ -65,6 +68,58 @@ def test_before_the_first_forward_and_from_a_copy():
     torch.save(converted(Net(16)), file)
     file.seek(0)
     assert shape(fe.revert(torch.load(file, weights_only=False))) == shape(Net(16))
+
+
+def falcon() -> Any:
+    """Its layers add the bias to a rounded product, and are of a subclass of nn.Linear."""
+    torch.manual_seed(0)
+    config = hf.FalconConfig(vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, bias=True)
+    model: Any = hf.FalconForCausalLM(config)
+    model.to(torch.bfloat16).eval()
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):
+            nn.init.normal_(parameter)
+    return model
+
+
+def pickled(model: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@pytest.mark.parametrize("copied", [lambda model: model, copy.deepcopy, pickled])
+def test_a_subclass_of_linear_comes_back_with_its_code(copied: Any):
+    model = falcon()
+    want, plain = call("falcon", model), shape(model)
+    for _ in range(2):  # another recipe reverts first
+        converted(model, "rowwise")
+    model = fe.revert(copied(model))
+    assert shape(model) == plain
+    assert torch.equal(call("falcon", model), want)
+
+
+def test_a_subclass_of_linear_comes_back_under_an_adapter_from_codes_and_from_a_folder(tmp_path):
+    kinds = [type(module) for module in falcon().modules()]
+    targets = ["query_key_value", "dense_h_to_4h"]
+    adapted = peft.get_peft_model(converted(falcon(), "rowwise"), peft.LoraConfig(r=4, target_modules=targets))
+    merged: Any = fe.revert(adapted).merge_and_unload()
+    assert [type(module) for module in merged.modules()] == kinds
+    frozen = falcon().requires_grad_(False)
+    assert any("Served" in type(module).__name__ for module in converted(frozen, "rowwise", frozen="fp8").modules())
+    assert [type(module) for module in fe.revert(frozen).modules()] == kinds
+    fe.hf.export(falcon(), tmp_path / "out", "rowwise")
+    assert [type(module) for module in fe.revert(fe.hf.load(tmp_path / "out")).modules()] == kinds
+
+
+def test_a_layer_that_took_the_place_of_another_keeps_its_own_class():
+    model: Any = converted(nn.Sequential(Conv1D(16, 16), nn.Linear(16, 16)))
+    del model[0]
+    assert type(fe.revert(model)[0]) is nn.Linear
+    model = converted(nn.Sequential(nn.Linear(16, 16), Conv1D(16, 16)))
+    model[0] = model[1]
+    assert type(fe.revert(model)[0]) is Conv1D
 
 
 def test_it_keeps_what_training_changed_and_is_converted_again_as_a_fresh_model():

@@ -227,7 +227,7 @@ def results(ranks: int) -> list[dict]:
     return run(work, ranks, fresh=ranks == 2)
 
 
-@pytest.fixture(scope="module", params=[2, 4])
+@pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.nightly)])
 def found(request: pytest.FixtureRequest) -> list[dict]:
     """What each rank found."""
     return results(request.param)

@@ -50,7 +50,11 @@ def plain_parameters(rank: int) -> dict:
     back = torch.load(io.BytesIO(saved.getvalue()), weights_only=False)
     copied = copy.deepcopy(weight)
     norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    with torch.no_grad():
+        model(batch(rank))
+    evaluated = {type(parameter) for parameter in model.parameters()}
     return {
+        "evaluated": evaluated,
         "types": {(type(value), type(value.to_local())) for value in model.state_dict().values()},
         "parameters": {type(parameter) for parameter in model.parameters()},
         "loaded": {(type(value), type(value.to_local())) for value in back.values()},
@@ -246,7 +250,7 @@ def test_parameters_are_ordinary(found: list[dict]):
     for rank in found:
         mine = rank["plain_parameters"]
         assert mine["types"] == mine["loaded"] == {(DTensor, torch.Tensor)}
-        assert mine["parameters"] == {DTensor}
+        assert mine["parameters"] == mine["evaluated"] == {DTensor}
         assert mine["attributes"] == {}
         assert mine["copied"]
     assert found[0]["plain_parameters"]["norm"] == found[1]["plain_parameters"]["norm"]

@@ -111,6 +111,7 @@ def pipelined(rank: int, ranks: int, name: str, recipes: tuple[str, ...]) -> dic
     return found
 
 
+@pytest.mark.few(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", STAGES)
 def test_a_schedule_gives_the_gradients_of_one_process(name: str):

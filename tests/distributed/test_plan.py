@@ -26,6 +26,7 @@ def planned_step(recipe: str = "rowwise", **options) -> dict:
     return plan(model, RANKS, BATCH * SEQUENCE, recipe, sequence=SEQUENCE, **options).to_dict()
 
 
+@pytest.mark.few(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_bytes_are_those_of_real_ranks(real, recipe):
@@ -39,6 +40,7 @@ def test_bytes_are_those_of_real_ranks(real, recipe):
             assert found["memory"][way][kind] == measured[kind], (way, kind)
 
 
+@pytest.mark.few(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["rowwise", "blockwise"])
 def test_equal_blocks_multiplied_are_the_blocks_run(monkeypatch, recipe):

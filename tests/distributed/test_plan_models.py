@@ -112,7 +112,7 @@ def real(folder: Path) -> dict:
     return run(real_steps, RANKS, str(folder))[0]
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_a_plan_is_what_two_ranks_send_and_hold(case: str, folder: Path, real: dict):

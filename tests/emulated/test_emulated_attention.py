@@ -73,6 +73,7 @@ def finite_or_not(head_dim: int, dtype: torch.dtype, bad: bool) -> torch.Tensor:
     return x
 
 
+@pytest.mark.few(4)
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
@@ -88,6 +89,7 @@ def test_a_cast_is_its_twin_bit_for_bit(head_dim: int, dtype: torch.dtype, card,
         assert differs(found_scale, scale) is None
 
 
+@pytest.mark.few(3)
 @pytest.mark.slow
 @pytest.mark.parametrize(("shape", "architecture"), CASES)
 def test_forward_of_exact_sums_is_its_twin_bit_for_bit(shape: str, architecture: int, card, whole: bool):

@@ -1,7 +1,7 @@
 """The Gluon matmul with two consumers, from its PTX: bit for bit what plain Triton's kernels are required to give.
 
-    none      promoted, scales per tensor and row: twin kernels/matmul_fp8.py
-    loaded    1x128 by 128x128 (forward, dgrad), ring: 1x128 by 1x128 (wgrad): twin kernels/matmul_block.py
+    none      promoted, scales per tensor and row: twin kernels/matmul.py
+    loaded    1x128 by 128x128 (forward, dgrad), ring: 1x128 by 1x128 (wgrad): the same
 
 The order of sums is checked with scales that are no powers of two, against FP32 arithmetic on the host: the Tensor
 Core's sum of 128 products of small integers is exact; each is multiplied and added in the order of K, rounded once.
@@ -14,8 +14,7 @@ import pytest
 import torch
 
 from benchmarks.checks.operands import counts, differs, exact, in_blocks, integers, uneven
-from fp8engine.kernels.matmul_block import matmul_block
-from fp8engine.kernels.matmul_fp8 import matmul_fp8
+from fp8engine.kernels.matmul import matmul_fp8
 from fp8engine.kernels.matmul_gluon_scaled import matmul_gluon_scaled, unsupported
 from fp8engine.kernels.tuning import Config
 from fp8engine.numerics.formats import E4M3, E5M2
@@ -49,6 +48,9 @@ def fused(a: Operand, b: Operand) -> torch.Tensor:
     return acc
 
 
+@pytest.mark.short
+@pytest.mark.slow
+@pytest.mark.few(2)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("k", [144, 1424])  # no four products together; two times four and four single ones
 def test_a_product_is_exact(way: str, k: int, card):
@@ -74,7 +76,9 @@ def test_the_plain_kernel_gives_the_same_bits(way: str, card):
     card(90)
     a, b = map(uneven, operands(way))
     plain = TILE._replace(kernel="triton", parts=1)
-    assert differs(*(matmul_block(a, b, Epilogue(None, torch.float32), config) for config in (TILE, plain))) is None
+    assert (
+        differs(*(matmul_fp8(a, b, Epilogue(None, torch.float32), config=config) for config in (TILE, plain))) is None
+    )
 
 
 ENDS = {
@@ -91,6 +95,7 @@ CASES = [
 ]
 
 
+@pytest.mark.few(2)
 @pytest.mark.slow
 @pytest.mark.parametrize(("way", "end"), CASES)
 def test_every_epilogue_is_the_twins(way: str, end: str, card):
@@ -146,7 +151,7 @@ def test_other_tiles_are_left_to_the_plain_kernel():
 def test_odd_sizes_go_to_the_plain_kernel(card):
     there = card(90)
     a, b = operands("loaded", 20, 133, 256)
-    assert differs(matmul_block(a, b, Epilogue(None, torch.float32), TILE), exact(a, b, None)) is None
+    assert differs(matmul_fp8(a, b, Epilogue(None, torch.float32), config=TILE), exact(a, b, None)) is None
     a, b = operands("none", 20, 133, 256)
     assert differs(matmul_fp8(a, b, Epilogue(), True, TILE), exact(a, b, None).bfloat16()) is None
-    assert {done.kernel for done in there.done} == {"_matmul_block_kernel", "_matmul_fp8_kernel"}
+    assert {done.kernel for done in there.done} == {"_matmul_kernel"}

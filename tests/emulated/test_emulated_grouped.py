@@ -117,6 +117,8 @@ def check_sums(kind: str, sizes: list[int], m: int, n: int, promoted: bool, conf
         assert size or not found[e].any()
 
 
+@pytest.mark.short
+@pytest.mark.few(2)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "promoted", "architecture", "config"),
@@ -217,6 +219,7 @@ def test_codes_are_transposed_and_rows_summed(division: str, card):
     assert torch.equal(quantize_experts.expert_sums(x, bounds), twin.expert_sums(x, bounds))
 
 
+@pytest.mark.few(1)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "recipe",

@@ -18,7 +18,7 @@ from emulator.launch import Done, Launch
 import fp8engine as fe
 from benchmarks.checks.operands import differs, exact, integers
 from fp8engine.kernels import encoded, quantize_groups
-from fp8engine.kernels.matmul_fp8 import matmul_fp8
+from fp8engine.kernels.matmul import matmul_fp8
 from fp8engine.kernels.tuning import Config
 from fp8engine.numerics.cast import Cast
 from fp8engine.numerics.formats import E4M3, E5M2
@@ -105,7 +105,7 @@ def agree(found: list[list[str]], wanted: list[list[launches.Launch]]) -> bool:
     return list(map(sorted, matmuls)) == list(map(sorted, words))
 
 
-@pytest.mark.few(10)
+@pytest.mark.few(4)
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize(("recipe", "cache"), LAUNCHES)
 def test_launches_of_a_layer(recipe: str, cache: bool | str, bias: bool, card, monkeypatch: pytest.MonkeyPatch):
@@ -144,6 +144,7 @@ def test_launches_of_other_casts(recipe, card, monkeypatch: pytest.MonkeyPatch):
     assert agree(found, [part(step) for part in PARTS]), found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", [(2048, 1536, 1536), (2048, 1536, 1544), (256, 1536, 1536)])
 def test_the_kernel_that_is_predicted_is_the_one_that_runs(shape, card, monkeypatch: pytest.MonkeyPatch):
     """Of scales in blocks, whose matmuls are ours where nothing has been measured."""

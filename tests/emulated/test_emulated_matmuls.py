@@ -10,9 +10,7 @@ import torch
 
 from benchmarks.checks.operands import counts, differs, exact, in_blocks, integers
 from benchmarks.machine_code.launches import GLUON
-from fp8engine.kernels.matmul_block import matmul_block
-from fp8engine.kernels.matmul_fp8 import matmul_fp8
-from fp8engine.kernels.matmul_fp16 import matmul_fp16
+from fp8engine.kernels.matmul import matmul_fp8, matmul_fp16
 from fp8engine.kernels.tuning import Config, table
 from fp8engine.numerics.formats import E4M3, E5M2
 from fp8engine.ops import reference
@@ -55,7 +53,7 @@ def assert_adds(multiply, wanted_MN: torch.Tensor) -> None:
     assert torch.equal(around[1 + m * n :], before[1 + m * n :])
 
 
-@pytest.mark.few(9)
+@pytest.mark.few(5)
 @pytest.mark.slow
 @pytest.mark.parametrize(("operation", "architecture", "config"), committed())
 def test_a_committed_configuration_is_exact(operation: str, architecture: int, config: Config, card, whole: bool):
@@ -69,10 +67,10 @@ def test_a_committed_configuration_is_exact(operation: str, architecture: int, c
     elif operation == "matmul_block":
         for rows in (1, 128):
             a, b = in_blocks(CPU, m, k, 1), in_blocks(CPU, n, k, rows)
-            found = matmul_block(a, b, Epilogue(None, torch.float32), config)
+            found = matmul_fp8(a, b, Epilogue(None, torch.float32), config=config)
             assert differs(found, exact(a, b, None)) is None
         if adds:
-            assert_adds(lambda end: matmul_block(a, b, end, config), exact(a, b, None))
+            assert_adds(lambda end: matmul_fp8(a, b, end, config=config), exact(a, b, None))
     else:
         promoted = operation.endswith("promoted")
         a, b = integers(CPU, m, k, E5M2, by_row=True), integers(CPU, n, k, E4M3, by_row=False)
@@ -105,7 +103,7 @@ def test_a_flattened_loop_computes_the_same_bits(k: int, card):
     for launch in (
         lambda config: matmul_fp8(a, b, Epilogue(torch.randn(80)), False, config),
         lambda config: matmul_fp8(a, b, Epilogue(out=torch.float32), True, config),
-        lambda config: matmul_block(in_groups[0], in_groups[1], Epilogue(), config),
+        lambda config: matmul_fp8(in_groups[0], in_groups[1], Epilogue(), config=config),
         lambda config: matmul_fp16(a.data.bfloat16(), b.data.bfloat16(), Epilogue(), config._replace(block_k=64)),
     ):
         torch.manual_seed(0)

@@ -32,7 +32,7 @@ def spread(shape: tuple[int, int], dtype: torch.dtype, bad: bool) -> torch.Tenso
     return x.to(dtype)
 
 
-@pytest.mark.few(18)
+@pytest.mark.few(8)
 @pytest.mark.slow
 @pytest.mark.parametrize("bad", [False, True], ids=["finite", "not finite"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16], ids=str)
@@ -63,7 +63,7 @@ def test_a_product_is_rounded_to_fp32_before_it_is_rounded_to_fp8(format: torch.
     assert casts.compare_casts(CPU, x, how) is None
 
 
-@pytest.mark.few(6)
+@pytest.mark.few(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("store", [*casts.STORES, "backward"])
 @pytest.mark.parametrize("kind", NORMS)
@@ -92,7 +92,7 @@ STORED = [
 ]
 
 
-@pytest.mark.few(8)
+@pytest.mark.few(4)
 @pytest.mark.slow
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 @pytest.mark.parametrize(("kind", "store"), STORED)
@@ -113,6 +113,7 @@ def test_the_update_of_scales_is_its_twin_bit_for_bit(architecture: int, card):
     assert casts.scale_update(CPU) is None
 
 
+@pytest.mark.few(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("shape", [(3, 7), (300, 257)], ids=str)
 def test_sums_of_columns_stay_within_their_bound(shape: tuple[int, int], card):
@@ -120,6 +121,7 @@ def test_sums_of_columns_stay_within_their_bound(shape: tuple[int, int], card):
     assert casts.column_sums(CPU, shape) is None
 
 
+@pytest.mark.few(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["swiglu", "clamped_swiglu"])
 def test_a_gate_and_an_up_that_are_two_matrices(kind: str, card):
@@ -131,6 +133,7 @@ def test_a_gate_and_an_up_that_are_two_matrices(kind: str, card):
     assert casts.compared(CPU, backward, None, False) is None
 
 
+@pytest.mark.few(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("format", [E4M3, E5M2], ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)

@@ -9,9 +9,7 @@ import torch
 
 from benchmarks.checks.operands import counts, differs, exact, in_blocks, integers
 from fp8engine.kernels import split_k
-from fp8engine.kernels.matmul_block import matmul_block
-from fp8engine.kernels.matmul_fp8 import matmul_fp8
-from fp8engine.kernels.matmul_fp16 import matmul_fp16
+from fp8engine.kernels.matmul import matmul_fp8, matmul_fp16
 from fp8engine.kernels.tuning import table
 from fp8engine.numerics.formats import E4M3, E5M2
 from fp8engine.ops import reference
@@ -44,7 +42,7 @@ def run(operation: str, config, epilogue: Epilogue, k: int) -> tuple[torch.Tenso
         return y_MN, reference.Operand(a, one), reference.Operand(b, one), (None, None)
     if operation == "matmul_block":
         a, b = in_blocks(CPU, M, k, 1), in_blocks(CPU, N, k, 128)
-        return matmul_block(a, b, epilogue, config), a, b, (None, None)
+        return matmul_fp8(a, b, epilogue, config=config), a, b, (None, None)
     a, b = integers(CPU, M, k, E5M2, by_row=True), integers(CPU, N, k, E4M3, by_row=False)
     y_MN = matmul_fp8(a, b, epilogue, operation.endswith("promoted"), config)
     return y_MN, a._replace(scale=torch.ones(())), b._replace(scale=torch.ones(())), (a.scale, b.scale)

@@ -68,6 +68,7 @@ def test_without_a_bug_all_is_right(schedule: int):
         assert right(matmul_grouped, quantize_experts)
 
 
+@pytest.mark.few(4)
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "old", "new"), BUGS, ids=lambda value: value[:40])
 def test_a_planted_bug_is_found(name: str, old: str, new: str, tmp_path, schedule: int, monkeypatch):

@@ -13,7 +13,7 @@ import pytest
 import torch
 from mmaemu.api import accumulate
 
-from fp8engine.kernels.matmul_fp8 import matmul_fp8
+from fp8engine.kernels.matmul import matmul_fp8
 from fp8engine.kernels.matmul_gluon_scaled import matmul_gluon_scaled
 from fp8engine.kernels.matmul_grouped import Result, grouped_rows
 from fp8engine.kernels.tuning import Config
@@ -46,6 +46,7 @@ def operands(data: str) -> tuple[Operand, Operand]:
     return Operand(make(m, k).to(format.dtype), one), Operand(make(n, k).to(E4M3.dtype), one)
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("data", DATA)
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_a_kernel_gives_the_bits_of_an_h100(kernel: str, data: str, card):

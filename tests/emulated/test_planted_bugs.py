@@ -24,7 +24,7 @@ from triton.backends.nvidia.compiler import CUDABackend
 
 from benchmarks.checks.operands import differs, exact, in_blocks, integers
 from fp8engine.kernels import tile as sound_tile
-from fp8engine.kernels.matmul_fp8 import matmul_fp8
+from fp8engine.kernels.matmul import matmul_fp8
 from fp8engine.kernels.matmul_gluon import matmul_gluon
 from fp8engine.kernels.matmul_gluon_scaled import matmul_gluon_scaled
 from fp8engine.kernels.quantize_groups import quantize_groups
@@ -302,6 +302,7 @@ def test_no_fence_in_the_machine_code_of_the_ring_is_named(tmp_path: Path, sched
         scaled_product(matmul_gluon_scaled, "ring")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bug", FAST, ids=lambda bug: bug.what)
 def test_a_bug_in_the_fast_gluon_matmul_is_named(bug: Bug, tmp_path: Path, schedule: int):
     module = edited_kernel(tmp_path, "matmul_gluon", bug.old, bug.new)
@@ -309,6 +310,9 @@ def test_a_bug_in_the_fast_gluon_matmul_is_named(bug: Bug, tmp_path: Path, sched
         fast_product(module.matmul_gluon)
 
 
+@pytest.mark.short
+@pytest.mark.slow
+@pytest.mark.few(3)
 @pytest.mark.parametrize("bug", SCALED, ids=lambda bug: bug.what)
 def test_a_bug_in_the_matmul_of_two_consumers_is_named(bug: Bug, tmp_path: Path, schedule: int):
     module = edited_kernel(tmp_path, "matmul_gluon_scaled", bug.old, bug.new)
@@ -316,6 +320,7 @@ def test_a_bug_in_the_matmul_of_two_consumers_is_named(bug: Bug, tmp_path: Path,
         scaled_product(module.matmul_gluon_scaled, "ring")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", WRONG)
 def test_a_bug_that_breaks_no_rule_gives_a_wrong_result(what: str, tmp_path: Path, schedule: int):
     module = edited_kernel(tmp_path, "matmul_gluon_scaled", *WRONG[what])
@@ -329,6 +334,7 @@ def test_without_a_bug_the_warp_specialised_matmul_is_right(by_row: tuple[bool, 
         assert fast_product(matmul_gluon, by_row)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["none", "loaded", "ring"])
 def test_without_a_bug_the_matmul_of_two_consumers_is_right(way: str, schedule: int):
     with emulated(seed=schedule):

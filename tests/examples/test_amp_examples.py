@@ -126,6 +126,7 @@ def test_data_parallel_enters_autocast_in_the_thread_that_runs_forward(common: M
     assert seen == [torch.float16 if enabled else torch.float32]
 
 
+@pytest.mark.few(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("launcher", ["its own", "torchrun"])
 def test_two_processes_end_with_the_same_weights(launcher: str, single, tmp_path: Path):

@@ -23,6 +23,7 @@ def example():
     return SimpleNamespace(**runpy.run_path(str(EXAMPLE)))
 
 
+@pytest.mark.few(1)
 @pytest.mark.slow
 @pytest.mark.parametrize(("recipe", "least"), [("current", 0.997), ("rowwise", 0.9965), ("blockwise", 0.997)])
 def test_embeddings_of_200_texts_keep_their_direction(example, recipe: str, least: float):
@@ -38,6 +39,7 @@ def test_embeddings_of_200_texts_keep_their_direction(example, recipe: str, leas
     assert cosines.min() > 0.98
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_the_quick_run_writes_a_table_and_a_picture(tmp_path: Path):
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in (str(ROOT), *sys.path) if path)}

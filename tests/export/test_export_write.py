@@ -302,6 +302,22 @@ def test_experts_are_left_by_their_modules_name(exported):
     assert "model.layers.0.mlp.experts" in config["quantization_config"]["ignore"]
 
 
+@pytest.mark.parametrize("convert", [False, True])
+def test_experts_whose_parameter_is_the_weight_are_left_by_their_own_name(tmp_path: Path, convert: bool):
+    size = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 1, "kv_channels": 16, "intermediate_size": 64}
+    config = transformers.JetMoeConfig(**size, num_attention_heads=2, num_local_experts=4)  # pyright: ignore
+    model: Any = transformers.JetMoeForCausalLM(config).eval()
+    report = export(converted(model, "rowwise") if convert else model, tmp_path / "out", None if convert else "rowwise")
+    left = {row["name"]: row["reason"] for row in report.left if row["kind"] == "JetMoeParallelExperts"}
+    assert len(left) == 4
+    assert all("keeps its experts in one 3-D parameter" in reason for reason in left.values())
+    ignore = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]["ignore"]
+    assert left.keys() <= set(ignore)
+    assert "model.layers.0.mlp" not in ignore
+    read = load(tmp_path / "out").model.layers[0].mlp.input_linear.weight
+    assert torch.equal(read, model.model.layers[0].mlp.input_linear.weight)
+
+
 def test_experts_in_fp8_are_written_in_16_bits(tmp_path: Path):
     model: Any = tiny_models.mixtral()
     report = export(converted(model, "rowwise"), tmp_path / "out")

@@ -20,6 +20,9 @@ runtime = pytest.importorskip("onnxruntime")
 Dim = torch.export.Dim
 
 
+@pytest.mark.short
+@pytest.mark.slow
+@pytest.mark.few(2)
 @pytest.mark.parametrize("recipe", ["current", "delayed", "rowwise", "blockwise", "mxfp8"])
 def test_onnxruntime_computes_what_the_engine_does(tmp_path, recipe: str):
     torch.manual_seed(0)
@@ -92,6 +95,7 @@ def test_delayed_with_a_history_keeps_its_scale(tmp_path):
         assert run(tmp_path / "model.onnx", input=beyond).abs().max() < 0.2 * model(beyond).abs().max()
 
 
+@pytest.mark.few(1)
 @pytest.mark.slow
 @pytest.mark.parametrize(("make", "fuse"), [(tiny.llama, True), (tiny.bert, False)])
 @pytest.mark.filterwarnings("ignore::fp8engine.errors.EmulationWarning")

@@ -1,6 +1,7 @@
 """Three parts of all tests: the short one for `make test`, the rest for `make test-all`, and the nightly one.
 
-    short    of each test function MOST cases, spread over its parameters; of functions marked slow those marked `short`
+    short    of each test function MOST cases, spread over its parameters; of a function marked slow one where it is
+             marked `short` as well, else none
     rest     all others but
     nightly  cases marked so, and of functions marked `few` all but so many: products of parameters whose values the
              other parts have, in other combinations; what differs by a recipe or a size that laws/ goes through
@@ -28,9 +29,13 @@ LACKS = pytest.StashKey[list[str]]()  # what the short part of the collected tes
 
 def short(items: Sequence[pytest.Item]) -> set[str]:
     """Names (node ids) of the cases in the short part."""
-    return _some(
-        items, lambda item: MOST if item.get_closest_marker("short") or not _is(item, "slow", "nightly") else 0
-    )
+    return _some(items, _in_short)
+
+
+def _in_short(item: pytest.Item) -> int:
+    if _is(item, "slow", "nightly"):
+        return 1 if _is(item, "short") else 0
+    return MOST
 
 
 def nightly(items: Sequence[pytest.Item]) -> set[str]:

@@ -16,6 +16,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::F
 CAN = {name: family for name, family in FAMILIES.items() if name != "albert"}  # transformers refuses ALBERT
 
 
+@pytest.mark.few(20)
 @pytest.mark.parametrize("reentrant", [True, False])
 @pytest.mark.parametrize("family", CAN.values(), ids=CAN)
 def test_checkpointing_changes_no_bit(family: Family, reentrant: bool):

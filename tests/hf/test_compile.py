@@ -35,6 +35,8 @@ def train(model: Any, call: Any, batches: list[dict]) -> list[torch.Tensor]:
     return losses
 
 
+@pytest.mark.slow
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("name", "recipe"), CASES)
 def test_a_whole_model_is_one_graph_for_every_batch(name: str, recipe: str):
     eager = converted(FAMILIES[name].build(attn_implementation="eager", num_hidden_layers=1), recipe)

@@ -44,6 +44,7 @@ def gradients(model: nn.Module) -> torch.Tensor:
     return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
 
 
+@pytest.mark.few(60)
 @pytest.mark.parametrize("recipe", FP8_RECIPES)
 @every_family
 def test_logits_loss_and_gradients(family: Family, recipe: str):
@@ -135,6 +136,7 @@ def test_nothing_outside_the_matmuls_changes(family: Family):
         )
 
 
+@pytest.mark.few(21)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @every_family
 def test_sixteen_bit_models(family: Family, dtype: torch.dtype):

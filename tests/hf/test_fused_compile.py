@@ -40,7 +40,7 @@ def equal(name: str, one: torch.Tensor, other: torch.Tensor) -> bool:
     return torch.equal(one, other)
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", WAYS)
 def test_a_fused_family_compiles_in_both_modes(name: str):
     family = FAMILIES[name]

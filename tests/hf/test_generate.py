@@ -32,6 +32,7 @@ def generate(model: Any, start: dict, **options: Any) -> Any:
     return model.generate(**start, max_new_tokens=NEW, min_new_tokens=NEW, **{"do_sample": False, **options})
 
 
+@pytest.mark.few(20)
 @pytest.mark.parametrize("recipe", ["rowwise", "current", "delayed"])
 @language_models
 def test_the_cache_changes_no_more_than_its_rounding(family: Family, recipe: str):

@@ -40,6 +40,7 @@ def trainer(model: Any, folder: Path, callback: Any = None, **options: Any) -> T
     return Trainer(model, arguments, train_dataset=LINES, callbacks=[callback] if callback else [])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["delayed", "current", "auto"])
 def test_trainer_resumes_exactly(recipe: str, tmp_path: Path):
     straight = llama(recipe)

@@ -74,6 +74,8 @@ def test_every_file_that_the_architecture_names_exists():
     ] == []
 
 
+@pytest.mark.short
+@pytest.mark.slow
 @every_page
 @pytest.mark.filterwarnings("ignore::fp8engine.errors.EmulationWarning")
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning")  # peft uses an older name of transformers

@@ -24,9 +24,7 @@ from hypothesis import strategies as st
 
 from fp8engine.kernels import epilogue as kernel
 from fp8engine.kernels.launch import parts, triton_dtype
-from fp8engine.kernels.matmul_block import matmul_block
-from fp8engine.kernels.matmul_fp8 import matmul_fp8
-from fp8engine.kernels.matmul_fp16 import matmul_fp16
+from fp8engine.kernels.matmul import matmul_fp8, matmul_fp16
 from fp8engine.kernels.tuning import Config
 from fp8engine.ops.reference import Epilogue, Operand, finish
 from fp8engine.ops.reference.epilogue import KINDS
@@ -60,7 +58,7 @@ def _block(a, b, epilogue, config):
         Operand(x.to(E4M3), torch.ones(-(-x.shape[0] // rows), -(-x.shape[1] // 128)), rows, 128)
         for x, rows in ((a, 1), (b, 128))
     )
-    return matmul_block(first, second, epilogue, config)
+    return matmul_fp8(first, second, epilogue, config=config)
 
 
 MATMULS = [

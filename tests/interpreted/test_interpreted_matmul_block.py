@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fp8engine.kernels import launch
-from fp8engine.kernels.matmul_block import matmul_block
+from fp8engine.kernels.matmul import matmul_fp8
 from fp8engine.kernels.tuning import Config, table
 from fp8engine.ops.reference import Epilogue, Operand, finish, quantize
 from fp8engine.ops.reference import matmul_block as twin
@@ -54,7 +54,7 @@ def test_every_committed_configuration(config, rows_a, rows_b, assert_within_bou
     m, k = config.block_m + 75, 272
     for n, out in ((config.block_n + 8, torch.bfloat16), (config.block_n + 3, torch.float32)):
         a, b, bias_N = random(m, k, rows_a), random(n, k, rows_b), torch.randn(n)
-        y_MN = matmul_block(a, b, Epilogue(bias_N, out), config)
+        y_MN = matmul_fp8(a, b, Epilogue(bias_N, out), config=config)
         assert y_MN.dtype == out
         assert_within_bound(y_MN, real(a), real(b), bias_N, out)
 
@@ -64,14 +64,14 @@ def test_every_committed_configuration(config, rows_a, rows_b, assert_within_bou
 def test_formats_and_scales(first, second, config, assert_within_bound):
     for (rows_a, rows_b), out in zip(ROWS, itertools.cycle(OUTPUTS)):
         a, b = random(140, 144, rows_a, first), random(56, 144, rows_b, second)
-        y_MN = matmul_block(a, b, Epilogue(None, out), config)
+        y_MN = matmul_fp8(a, b, Epilogue(None, out), config=config)
         assert_within_bound(y_MN, real(a), real(b), None, (rows_a, rows_b, out))
 
 
 @pytest.mark.parametrize(("rows_a", "rows_b"), ROWS)
 def test_a_tile_that_crosses_blocks_of_scales_reads_each_row_s_own(rows_a, rows_b, assert_within_bound):
     a, b = random(300, 144, rows_a), random(280, 144, rows_b)
-    y_MN = matmul_block(a, b, Epilogue(None, torch.float32), Config(256, 256, 128, descriptors=False))
+    y_MN = matmul_fp8(a, b, Epilogue(None, torch.float32), config=Config(256, 256, 128, descriptors=False))
     assert_within_bound(y_MN, real(a), real(b))
 
 
@@ -79,7 +79,7 @@ def test_a_tile_that_crosses_blocks_of_scales_reads_each_row_s_own(rows_a, rows_
 def test_groups_of_k_of_another_width(cols, assert_within_bound):
     for rows_a, rows_b in ((1, cols), (cols, 1), (2 * cols, 2 * cols)):
         a, b = random(70, 80, rows_a, cols=cols), random(40, 80, rows_b, cols=cols)
-        assert_within_bound(matmul_block(a, b, Epilogue(None, torch.float32), POINTERS), real(a), real(b))
+        assert_within_bound(matmul_fp8(a, b, Epilogue(None, torch.float32), config=POINTERS), real(a), real(b))
 
 
 @pytest.mark.parametrize(("rows_a", "rows_b"), ROWS)
@@ -88,7 +88,7 @@ def test_scales_of_any_strides(rows_a, rows_b, assert_within_bound):
     turned = a._replace(scale=a.scale.t().contiguous().t())
     wide = torch.full((b.scale.shape[0] * 2, b.scale.shape[1] + 5), float("nan"))
     wide[::2, 2:-3] = b.scale
-    y_MN = matmul_block(turned, b._replace(scale=wide[::2, 2:-3]), Epilogue(None, torch.float32))
+    y_MN = matmul_fp8(turned, b._replace(scale=wide[::2, 2:-3]), Epilogue(None, torch.float32))
     assert_within_bound(y_MN, real(a), real(b))
 
 
@@ -96,7 +96,7 @@ def test_scales_of_any_strides(rows_a, rows_b, assert_within_bound):
 @given(st.integers(0, 150), st.integers(0, 150), st.integers(0, 300), st.sampled_from(ROWS), st.sampled_from(OUTPUTS))
 def test_any_shape_under_the_configuration_that_is_picked(assert_within_bound, m, n, k, rows, out):
     a, b, bias_N = random(m, k, rows[0]), random(n, k, rows[1]), torch.randn(n)
-    assert_within_bound(matmul_block(a, b, Epilogue(bias_N, out)), real(a), real(b), bias_N)
+    assert_within_bound(matmul_fp8(a, b, Epilogue(bias_N, out)), real(a), real(b), bias_N)
 
 
 @pytest.mark.parametrize(("m", "n", "k"), [(0, 3, 5), (3, 0, 5), (3, 5, 0), (0, 0, 0), (1, 1, 1), (1, 128, 127)])
@@ -104,7 +104,7 @@ def test_empty_and_single(m, n, k, assert_within_bound):
     bias_N = torch.randn(n)
     for rows_a, rows_b in ROWS:
         a, b = random(m, k, rows_a), random(n, k, rows_b)
-        y_MN = matmul_block(a, b, Epilogue(bias_N, torch.float32))
+        y_MN = matmul_fp8(a, b, Epilogue(bias_N, torch.float32))
         assert_within_bound(y_MN, real(a), real(b), bias_N)
         assert k or torch.equal(y_MN, bias_N.expand(m, n))
 
@@ -117,7 +117,7 @@ def test_parts_of_larger_matrices(left, described, assert_within_bound):
     view.copy_(a.data)
     assert launch.describable(view) == described
     for pair in ((a._replace(data=view), b), (b, a._replace(data=view))):
-        assert_within_bound(matmul_block(*pair, Epilogue(None, torch.float32)), *map(real, pair))
+        assert_within_bound(matmul_fp8(*pair, Epilogue(None, torch.float32)), *map(real, pair))
 
 
 def test_what_is_not_finite_reaches_its_row_and_its_column_and_no_other():
@@ -129,8 +129,8 @@ def test_what_is_not_finite_reaches_its_row_and_its_column_and_no_other():
             wide = a.data.float()
             wide[65, 130] = bad
             a = a._replace(data=wide.to(dtype))
-            y_MN = matmul_block(a, b, Epilogue(None, torch.bfloat16), config)
-            yt_NM = matmul_block(b, a, Epilogue(None, torch.bfloat16), config)
+            y_MN = matmul_fp8(a, b, Epilogue(None, torch.bfloat16), config=config)
+            yt_NM = matmul_fp8(b, a, Epilogue(None, torch.bfloat16), config=config)
             for row in (y_MN[65], yt_NM[:, 65]):
                 assert (row == bad).all() or (row.isnan().all() and bad != bad)
             others = torch.arange(72) != 65
@@ -145,7 +145,7 @@ def test_the_twin_agrees_bit_for_bit_where_sums_are_exact(config):
     for (rows_a, rows_b), out in zip(ROWS, itertools.cycle(OUTPUTS)):
         a, b, bias_N = integers(130, 144, rows_a), integers(136, 144, rows_b), torch.randint(-99, 100, (136,)).float()
         wanted = finish(twin(a, b, None, torch.float32), Epilogue(bias_N, out))
-        assert torch.equal(matmul_block(a, b, Epilogue(bias_N, out), config), wanted)
+        assert torch.equal(matmul_fp8(a, b, Epilogue(bias_N, out), config=config), wanted)
 
 
 @pytest.mark.parametrize("processors", [1, 3, 4, 100])
@@ -153,7 +153,7 @@ def test_any_number_of_programs_covers_every_tile(processors, monkeypatch):
     monkeypatch.setattr(launch, "processors", lambda where: processors)
     a, b = integers(170, 32, 1), integers(150, 32, 128)
     config = Config(32, 32, 128, group_m=4, descriptors=False)  # 6 x 5 tiles
-    y_MN = matmul_block(a, b, Epilogue(None, torch.float32), config)
+    y_MN = matmul_fp8(a, b, Epilogue(None, torch.float32), config=config)
     assert torch.equal(y_MN.double(), real(a) @ real(b).t())
 
 
@@ -161,5 +161,5 @@ def test_any_number_of_programs_covers_every_tile(processors, monkeypatch):
 def test_two_runs_are_equal_bit_for_bit(config):
     a, b = random(72, 144, 1, E5M2), random(72, 144, 128)
     for out in OUTPUTS:
-        first, second = (matmul_block(a, b, Epilogue(torch.ones(72), out), config) for _ in range(2))
+        first, second = (matmul_fp8(a, b, Epilogue(torch.ones(72), out), config=config) for _ in range(2))
         assert torch.equal(first.view(torch.uint8), second.view(torch.uint8))

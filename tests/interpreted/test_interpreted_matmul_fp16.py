@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fp8engine.kernels import launch
-from fp8engine.kernels.matmul_fp16 import matmul_fp16
+from fp8engine.kernels.matmul import matmul_fp16
 from fp8engine.kernels.tuning import Config, table
 from fp8engine.ops.reference import Epilogue, finish
 from fp8engine.ops.reference import matmul_fp16 as twin

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from triton.runtime import interpreter
 
 from fp8engine.kernels import launch
-from fp8engine.kernels import matmul_fp8 as module
-from fp8engine.kernels.matmul_fp8 import matmul_fp8
+from fp8engine.kernels import matmul as module
+from fp8engine.kernels.matmul import matmul_fp8
 from fp8engine.kernels.tuning import Config, table
 from fp8engine.ops.reference import Epilogue, Operand, finish, quantize
 from fp8engine.ops.reference import matmul_fp8 as twin

@@ -43,11 +43,11 @@ KERNELS = {
     "delayed": ONCE,
     "rowwise": ONCE,
     "rowwise_gw_hp": ["quantize", "quantize", "matmul_fp8", "quantize", "quantize", "matmul_fp8", "matmul_fp16"],
-    "blockwise": [name.replace("fp8", "block") for name in ONCE],
-    "mxfp8": [name.replace("fp8", "block") for name in ONCE],
+    "blockwise": ONCE,
+    "mxfp8": ONCE,
     "bf16": ["matmul_fp16"] * 3,
     fe.rowwise(power_of_2=False): ONCE,
-    fe.blockwise(power_of_2=False): [name.replace("fp8", "block") for name in ONCE],
+    fe.blockwise(power_of_2=False): ONCE,
 }
 
 
@@ -81,15 +81,15 @@ def test_a_layer_trains_on_our_kernels_and_the_report_says_so(
 
 
 def test_forward_and_dgrad_sum_fast_and_wgrad_promotes(monkeypatch: pytest.MonkeyPatch):
-    promoted, real = [], triton_backend._kernel("matmul_fp8")
+    promoted, real = [], triton_backend._kernel("matmul", "matmul_fp8")
 
-    def spy(a, b, epilogue, promote, **options):
+    def spy(a, b, epilogue, promote, *rest):
         promoted.append(promote)
-        return real(a, b, epilogue, promote, **options)
+        return real(a, b, epilogue, promote, *rest)
 
     kernel = triton_backend._kernel
     monkeypatch.setattr(
-        triton_backend, "_kernel", lambda name, *rest: spy if name == "matmul_fp8" else kernel(name, *rest)
+        triton_backend, "_kernel", lambda name, *rest: spy if rest == ("matmul_fp8",) else kernel(name, *rest)
     )
     layer, x = fe.Linear(32, 16, recipe="current"), torch.randn(8, 32, requires_grad=True)
     with fe.backend("triton"):

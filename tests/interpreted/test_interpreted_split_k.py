@@ -7,9 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fp8engine.kernels import split_k
-from fp8engine.kernels.matmul_block import matmul_block
-from fp8engine.kernels.matmul_fp8 import matmul_fp8
-from fp8engine.kernels.matmul_fp16 import matmul_fp16
+from fp8engine.kernels.matmul import matmul_fp8, matmul_fp16
 from fp8engine.kernels.tuning import Config
 from fp8engine.ops.reference import Epilogue, Operand, add_parts, quantize
 from tests.helpers.casts import cast_of
@@ -59,9 +57,7 @@ def test_every_matmul_in_parts(kind: str, config: Config, monkeypatch: pytest.Mo
             continue
         how = {"row": (1, -1), "1x128": (1, 128)}.get(kind, (-1, -1))
         a, b = operand(m, k, how), operand(n, k, (128, 128) if kind == "1x128" else how)
-        launch = matmul_block if kind == "1x128" else matmul_fp8
-        rest = () if kind == "1x128" else (kind == "promoted",)
-        y_MN = launch(a, b, end._replace(bias_N=bias_N), *rest, config=config)
+        y_MN = matmul_fp8(a, b, end._replace(bias_N=bias_N), kind == "promoted", config)
         assert_within_bound(y_MN, real(a), real(b), bias_N)
     assert {len(part) for part in made} == {4, 2}
 

@@ -37,6 +37,9 @@ def cases(*laws: str, checkpointed: bool) -> list:
     return found
 
 
+@pytest.mark.short
+@pytest.mark.slow
+@pytest.mark.few(8)
 @pytest.mark.parametrize(("row", "recipe"), cases("compiled", checkpointed=False))
 def test_a_whole_graph_computes_what_eager_code_computes(row: Scenario, recipe: str):
     eager, compiled = (row.build(RECIPES[recipe]) for _ in range(2))
@@ -56,6 +59,7 @@ def _evaluates_alike(eager: Any, compiled: Any, call: Any) -> None:
     assert differences(tables(compiled), before, but=COUNTS) == []
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize(("row", "recipe"), cases("compiled", "checkpoint in a graph", checkpointed=True))
 def test_a_checkpoint_in_a_graph_changes_nothing(row: Scenario, recipe: str):
     eager, compiled = (row.build(RECIPES[recipe]) for _ in range(2))

@@ -85,6 +85,7 @@ RECOMPUTED: dict[str, Callable] = {
 }
 
 
+@pytest.mark.few(8)
 @every_recipe
 @pytest.mark.parametrize("recomputed", [each for each in RECOMPUTED if each != "plain"])
 def test_a_checkpoint_changes_nothing(recomputed: str, recipe: str, subtests: pytest.Subtests):
@@ -95,6 +96,7 @@ def test_a_checkpoint_changes_nothing(recomputed: str, recipe: str, subtests: py
             assert differences(found, straight(row, recipe)) == []
 
 
+@pytest.mark.few(8)
 @every_recipe
 @pytest.mark.parametrize(("stop", "call"), [(1, "plain"), (2, "whole, reentrant"), (3, "plain")])
 def test_a_resumed_run_is_the_uninterrupted_one(stop: int, call: str, recipe: str, subtests: pytest.Subtests):
@@ -131,6 +133,7 @@ def in_inference_mode(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
         return model(x)
 
 
+@pytest.mark.few(8)
 @every_recipe
 @pytest.mark.parametrize("evaluate", [without_gradients, in_eval_mode, in_inference_mode], ids=lambda f: f.__name__)
 def test_an_evaluation_between_steps_changes_nothing(evaluate: Callable, recipe: str, subtests: pytest.Subtests):
@@ -166,6 +169,7 @@ def by_torch_save(model: nn.Module) -> nn.Module:
     return torch.load(file, weights_only=False)
 
 
+@pytest.mark.few(8)
 @every_recipe
 @pytest.mark.parametrize("copied", [by_deepcopy, by_pickle, by_torch_save], ids=lambda f: f.__name__)
 def test_a_copy_trains_as_the_original_and_apart_from_it(copied: Callable, recipe: str, subtests: pytest.Subtests):
@@ -182,6 +186,7 @@ def test_a_copy_trains_as_the_original_and_apart_from_it(copied: Callable, recip
             assert differences(found, {name: wanted[name] for name in found}) == []
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("recipe", [name for name in RECIPES if name != "auto"])  # it decides when gradients are taken
 def test_microbatches_give_the_sum_of_their_gradients(recipe: str, subtests: pytest.Subtests):
     """Each is recorded as a step of its own, whether the optimizer waits for the next one or not."""
@@ -201,7 +206,9 @@ def test_microbatches_give_the_sum_of_their_gradients(recipe: str, subtests: pyt
             assert differences(found | tables(together), sums | tables(apart)) == []
 
 
-@pytest.mark.few(3)
+@pytest.mark.short
+@pytest.mark.slow
+@pytest.mark.few(2)
 @every_recipe
 def test_threads_do_not_mix_their_requests(recipe: str, subtests: pytest.Subtests):
     for row in under("threads", recipe):

@@ -16,6 +16,7 @@ import fp8engine as fe
 pytestmark = pytest.mark.usefixtures("fresh")
 
 
+@pytest.mark.few(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["current", "delayed", "blockwise"])
 def test_inductor_agrees(recipe):

@@ -78,6 +78,9 @@ def batch_loss(model: nn.Module, step: int) -> torch.Tensor:
     return model(torch.randn(16, 32, generator=torch.Generator().manual_seed(step))).square().mean()
 
 
+@pytest.mark.short
+@pytest.mark.slow
+@pytest.mark.few(2)
 @pytest.mark.parametrize("recipe", FP8_RECIPES)
 def test_equal_blocks_are_one_graph_and_compute_what_eager_code_computes(recipe: str):
     torch.manual_seed(0)
@@ -113,6 +116,7 @@ def test_a_sampled_step_of_equal_blocks_is_one_graph_and_samples_what_eager_code
     assert counters["stats"]["unique_graphs"] <= MOST
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["auto", "current", pytest.param("delayed", marks=pytest.mark.slow)])
 def test_fused_blocks_of_a_llama_are_one_graph(recipe: str):
     torch.manual_seed(0)

@@ -16,6 +16,7 @@ pytestmark = pytest.mark.usefixtures("fresh")
 K, F = 48, 40
 
 
+@pytest.mark.few(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("two", [False, True], ids=["one layer", "gate and up"])
 @pytest.mark.parametrize("norm", [None, NORMS[0]], ids=str)
@@ -48,6 +49,7 @@ def test_a_layer_of_its_own_begins_steps_in_its_graph_and_counts_what_is_shared_
     assert len({float(slot.history[0]) for slot in slots}) == 1
 
 
+@pytest.mark.few(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["current", "delayed"])
 def test_inductor_agrees(recipe):
@@ -69,6 +71,9 @@ ALONE = {
 }
 
 
+@pytest.mark.short
+@pytest.mark.slow
+@pytest.mark.few(5)
 @pytest.mark.parametrize("inference", [torch.no_grad, torch.inference_mode, torch.enable_grad])
 @pytest.mark.parametrize("kind", ALONE)
 def test_every_fused_layer_compiles_with_and_without_gradients(kind: str, inference):

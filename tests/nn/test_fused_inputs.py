@@ -142,6 +142,7 @@ def test_a_gradient_of_the_gradient_is_refused(recipe, kind, memory):
         torch.autograd.grad(model(x)[0].square().sum(), x, create_graph=True)
 
 
+@pytest.mark.few(40)
 @pytest.mark.parametrize("memory", [Memory(), Memory(True, True, "fp8")], ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("recipe", ALL)

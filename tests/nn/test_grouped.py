@@ -266,6 +266,8 @@ def test_shapes_propagate_on_meta(recipe: str):
             assert layer(torch.empty(144, 32), sizes).shape == (144, 48)
 
 
+@pytest.mark.slow
+@pytest.mark.few(2)
 @pytest.mark.parametrize("recipe", [*FP8_RECIPES, "bf16"])
 def test_one_graph_for_any_division_of_the_rows(recipe: str):
     torch._dynamo.reset()
@@ -292,6 +294,7 @@ def test_one_graph_for_any_division_of_the_rows(recipe: str):
             call(torch.randn(144, 32), torch.tensor(wrong))
 
 
+@pytest.mark.few(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["rowwise", "blockwise"])
 def test_inductor_compiles_it(recipe: str):

@@ -124,6 +124,9 @@ def test_no_backend_hands_out_a_view(recipe: str, out_features: int, backend: st
         y.relu_().sum().backward()
 
 
+@pytest.mark.short
+@pytest.mark.slow
+@pytest.mark.few(6)
 @pytest.mark.parametrize("kind", ["linear", "norm_linear", "norm_mlp"])
 @pytest.mark.parametrize("recipe", FP8_RECIPES)
 def test_in_place_in_a_compiled_graph(recipe: str, kind: str):

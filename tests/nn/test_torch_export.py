@@ -34,6 +34,7 @@ def test_an_exported_graph_computes_what_the_model_does(recipe: str, kind: str):
         found.sum().backward()
 
 
+@pytest.mark.few(1)
 @pytest.mark.slow
 @pytest.mark.parametrize(("recipe", "dtype"), [("current", torch.float32), ("rowwise", torch.bfloat16)])
 @pytest.mark.filterwarnings("ignore::fp8engine.errors.EmulationWarning")

@@ -32,6 +32,8 @@ CASES = [
 ]
 
 
+@pytest.mark.slow
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("recipe", "options"), CASES)
 def test_a_whole_graph_equals_eager_code_bit_for_bit(recipe: str, options: dict):
     eager, compiled = pair(recipe, **options)

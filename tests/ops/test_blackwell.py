@@ -7,7 +7,7 @@ from casts import E4M3
 from benchmarks.machine_code import offline
 from fp8engine.cli import checks
 from fp8engine.kernels import tuning
-from fp8engine.kernels.matmul_block import matmul_block
+from fp8engine.kernels.matmul import matmul_fp8
 from fp8engine.ops import card_trials, device, matmul, triton_backend
 from fp8engine.ops.choice_file import Job
 from fp8engine.ops.reference import Epilogue
@@ -91,7 +91,7 @@ def test_small_results_that_are_counted_compile_there(capability, kind):
     amax, counts = torch.empty(1, device=meta), torch.empty(7, 1, dtype=torch.int64, device=meta)
     end = Epilogue(None, E4M3, "none", torch.empty((), device=meta), amax, counts)
     with offline.caught(10 * capability[0] + capability[1]) as launches:
-        matmul_block(a, b, end, config)
+        matmul_fp8(a, b, end, config=config)
     made = launches[0].compile()
     assert made.spills == 0
     assert ("UTCQMMA" if capability == (10, 0) else "QMMA") in made.sass

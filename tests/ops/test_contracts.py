@@ -67,6 +67,7 @@ def assert_near(found: torch.Tensor, wanted: torch.Tensor, call: Call, share: fl
     assert (found - wanted)[finite].norm() <= share * wanted[finite].norm() + 2.0**-20, call
 
 
+@pytest.mark.few(70)
 @pytest.mark.parametrize(("name", "form"), CASES)
 def test_it_is_its_twin_straight_and_through_the_dispatcher(name: str, form: str):
     is_its_twin([*calls(name, form), *calls(name, form, NOTHING)])

@@ -12,10 +12,14 @@ from typing import Any
 
 import pytest
 import torch
+import transformers as hf
 from support import converted
 from torch import nn
+from transformers.models.moshi.modeling_moshi import MoshiFlexibleLinear
 
 import fp8engine as fe
+from fp8engine.cli.inspect import describe
+from fp8engine.convert.swap import plan
 from fp8engine.report.collect import DECIDED, NEVER_RAN
 from fp8engine.report.page import page
 from fp8engine.report.state import controllers_of
@@ -61,6 +65,48 @@ def test_the_share_of_flops_by_hand():
     assert counts == [6, 5, 1, 1, 3]
     assert [report.totals[key] for key in ("in_fp8", "in_fp8_in_part", "in_16_bits")] == [3, 1, 1]
     assert [layer["rows"] for layer in report.layers] == [10, 10, 20, 0, 0, None]
+
+
+SIZE: dict[str, Any] = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+SIZE["intermediate_size"] = 64
+
+
+def test_experts_of_a_class_with_names_of_its_own_count_as_many_times_as_a_token_passes_them():
+    """JetMoe's are called `weight`; each of 4 tokens passes 2 of 4, and the one layer in FP8 projects k and v."""
+    config = hf.JetMoeConfig(**SIZE, num_key_value_heads=2, kv_channels=16, num_local_experts=4, num_experts_per_tok=2)
+    model = converted(hf.JetMoeForCausalLM(config), "current")
+    model(torch.arange(4)[None])
+    report = fe.inspect(model)
+    experts = 2 * (128 * 32 + 32 * 64 + 2 * 32 * 32)
+    whole = experts + 2 * 4 * 32 + 64 * 32 + 64 * 32  # routers, kv_proj, lm_head
+    assert report.totals["fp8_flops_share"] == pytest.approx(64 * 32 / whole)
+    rows = {layer["name"]: layer for layer in report.layers if layer["kind"] == "JetMoeParallelExperts"}
+    assert len(rows) == 4
+    told = rows["model.layers.0.mlp.input_linear"]
+    assert (told["shape"], told["experts"]) == ([4, 128, 32], [2, 4])
+    assert "keeps its experts in one 3-D parameter" in told["reason"]
+    assert f"2 of 4 a token, {2 * 128 * 32 / whole:.1%} of the model's linear FLOPs" in told["reason"]
+    planned = describe(model, plan(fe.revert(model), "current"))  # the CLI's
+    assert planned["totals"]["fp8_flops_share"] == report.totals["fp8_flops_share"]
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_a_token_passes_all_matrices_of_a_layer_of_groups(groups: int):
+    """ConvBERT's are no nn.Linear; each of 2 multiplies half of the features by a quarter of a whole weight."""
+    config = hf.ConvBertConfig(**SIZE, embedding_size=32, num_groups=groups)
+    model = converted(hf.ConvBertModel(config), "current")
+    model(torch.arange(4)[None])
+    fp8 = 4 * 16 * 32 + 9 * 16 + 32 * 32  # q, k, v and the convolution's, its kernel, the output
+    mlp = 2 * 64 * 32 // groups
+    whole, seen = fp8 + mlp, fp8 if groups == 2 else fp8 + mlp
+    assert fe.inspect(model).totals["fp8_flops_share"] == pytest.approx(seen / whole)
+
+
+def test_one_of_several_matrices_is_what_a_token_passes_of_other_layers():
+    """Moshi's, one for each codebook."""
+    layer = MoshiFlexibleLinear(16, 32, num_layers=4)
+    model = converted(nn.ModuleDict({"plain": nn.Linear(16, 32), "codebooks": layer}), "current")
+    assert [row["flops_share"] for row in fe.inspect(model).layers] == [0.5, 0.5]
 
 
 def test_to_dict_has_the_designs_keys_in_types_of_json():

@@ -55,7 +55,7 @@ class Twice(nn.Module):
 @pytest.fixture
 def no_samples(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a card, where no value is read."""
-    monkeypatch.setattr(operands, "fingerprint", lambda x, whole: [])
+    monkeypatch.setattr(operands, "fingerprint", lambda x, whole=True: [])
 
 
 def attached(x: Any) -> Any:

@@ -20,9 +20,11 @@ class Finding:
     layer: the guilty module's name as in named_modules ("" is the model's own forward), None when it lies outside the
     model.  operand: "output", "input" (the data), "weight", "grad_input", "grad_weight" or "grad_output" (what came
     into the model's backward).  op: the function, as torch names it, or None while no pass was watched op by op.
+    op_step: of the later pass that has told the op, in which the layer overflowed again; None if it was the same pass.
     step: counted from 0, calls of scaler.update where there is a scaler, else forward passes.  input_amax, output_amax:
-    largest magnitudes going in (finite ones) and coming out (NaN or Inf).  parameter: whose weight or gradient it is.
-    loss_scale: the scale at that step.  exact: False for a guess of a backward that was not watched op by op.
+    largest magnitudes at that step, going in (finite ones; into the op, into the layer where op_step is told) and
+    coming out (NaN or Inf).  parameter: whose weight or gradient it is.  loss_scale: the scale at that step.
+    exact: False for a guess of a backward that was not watched op by op.
     guilty: False while a smaller loss scale may cure it, or has: cured_by is that scale (ledger.py).
     """
 
@@ -38,6 +40,7 @@ class Finding:
     exact: bool = True
     guilty: bool = True
     cured_by: float | None = None
+    op_step: int | None = None
 
     @property
     def backward(self) -> bool:
@@ -60,8 +63,9 @@ class Finding:
             f"step {self.step}: {self.operand} of {where}": True,
             f"({self.parameter})": self.parameter,
             f"is {shown(abs(self.output_amax))}{kind}": True,
-            f"made by {self.op}": self.op,
+            f"made by {self.op}": self.op and self.op_step is None,
             f"from values up to {self.input_amax:.4g}": not math.isnan(self.input_amax),
+            f"and made by {self.op} (as step {self.op_step} showed)": self.op_step is not None,
             f"at loss scale {self.loss_scale or 0:g}": self.backward and self.loss_scale is not None,
             "before it reached the model: look at the loss function and the loss scale": self.operand == "grad_output",
             "before the model saw it: look at the data": self.operand == "input",

@@ -20,8 +20,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from fp8engine.amp.overflow.finding import GRADIENTS, Finding
-from fp8engine.amp.overflow.locate import same_overflow
+from fp8engine.amp.overflow.finding import Finding
+from fp8engine.amp.overflow.locate import inside
+from fp8engine.amp.overflow.recorder import SHARE_A_BACKWARD
 from fp8engine.amp.overflow.trace import Event
 
 GROWN = 2  # once is an outlier among the batches, which every scaler lives with
@@ -59,12 +60,15 @@ class Ledger:
         self._counted = False  # whether this search, which ends with a step that passes, has shown a gradient to grow
         self._latest: list[Entry] = []  # of the last batch in which something overflowed
         self._latest_gradient: Event | None = None  # of the step under way
-        self._finite = True  # whether all gradients of that step are
+        self._finite = True  # whether all gradients of that step are, where its backwards end
         self._passing: list[float] = []  # scales at which steps of the batch that is being read have passed
 
-    def enter(self, findings: Iterable[Finding]) -> bool:
-        """Enter what was found in the batch just read; returns whether an overflow came whose op is to be found."""
-        entries = [self._enter(finding) for finding in findings]
+    def enter(self, findings: Iterable[Finding], guess: Finding | None) -> bool:
+        """Enter what was found in the batch just read; returns whether an overflow came whose op is to be found.
+
+        guess: what would have been found of its gradients without their ops.
+        """
+        entries = [self._enter(finding, guess) for finding in findings]
         if any(entry.finding.operand == "weight" for entry in entries):
             for entry in self._latest:
                 if entry.finding.backward and entry.finding.loss_scale is None:
@@ -74,22 +78,37 @@ class Ledger:
             self._pass(self._passing.pop(0))
         return any(entry.unexplained for entry in entries)
 
-    def _enter(self, finding: Finding) -> Entry:
-        entry = next((e for e in self.entries if same_overflow(finding, e.finding, self._compiled)), None)
+    def _enter(self, finding: Finding, guess: Finding | None) -> Entry:
+        entry = next((e for e in self.entries if self._explains(finding, guess, e.finding)), None)
         nearer = entry is not None
         if entry is None:
             entry = self._by_place.get((finding.layer, finding.operand))
-        if entry is None:
+        if entry is None or (finding.op is not None and entry.unexplained and not nearer):
             entry = Entry(finding)
             self.entries.append(entry)
         self._by_place[finding.layer, finding.operand] = entry
         first = entry.finding
         guilty = self._guilty(entry, finding) or (first.guilty and entry.times > 0)
         entry.times += 1
-        kept = finding if nearer else first
-        cure = None if guilty else self._cure
-        entry.finding = replace(kept, step=first.step, loss_scale=first.loss_scale, guilty=guilty, cured_by=cure)
+        if nearer:  # what it is; when, and how large, as it came first
+            numbers = {name: getattr(first, name) for name in ("step", "loss_scale", "input_amax", "output_amax")}
+            first = replace(finding, op_step=finding.step, **numbers)
+        entry.finding = replace(first, guilty=guilty, cured_by=None if guilty else self._cure)
         return entry
+
+    def _explains(self, seen: Finding, guess: Finding | None, first: Finding) -> bool:
+        """Whether a finding with its op is of the same overflow as an earlier one without, for which ops are watched.
+
+        It is in the same layer, or inside a compiled region, where nothing could be seen before; or its own pass would
+        have made the same guess without its ops.
+        """
+        if seen.op is None or first.op is not None or seen.backward != first.backward or first.layer is None:
+            return False
+        if seen.step - first.step > SHARE_A_BACKWARD:  # that one did not come again
+            return False
+        if any((one.layer, one.operand) == (first.layer, first.operand) for one in (seen, guess) if one):
+            return True
+        return first.layer in self._compiled and inside(seen.layer or "", first.layer)
 
     def _guilty(self, entry: Entry, finding: Finding) -> bool:
         """Whether the layer is at fault for what was found now."""
@@ -110,7 +129,7 @@ class Ledger:
     def read(self, event: Event) -> None:
         """Take in one event; they tell whether the step under way has passed, once the scaler has counted it."""
         before = self._latest_gradient
-        if event.kind in GRADIENTS:
+        if event.arrived:
             self._finite = event.reading.finite and (self._finite or before is None)
             self._latest_gradient = event
         elif event.kind == "scale" and before is not None and event.step > before.step:

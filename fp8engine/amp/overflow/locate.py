@@ -6,11 +6,12 @@ Forward, each bad event points to the forward that made it:
     an input of a module that nothing watched made    -> the forward around that module, between its parts
     an output                                         -> the module that returned it
 It is named if its own inputs were finite and nothing in it was named before.  Of a pass watched op by op the op that
-made it is known too.  -Inf alone is a mask until an op is seen to have made it, except from layers of torch.nn without
-parts, which mask nothing: Linear, convolutions, norms.
+made it is known too.  -Inf alone is a mask until an op is seen to have made it, or until what comes of it is NaN or
++Inf, except from layers of torch.nn without parts, which mask nothing: Linear, convolutions, norms.
 
-Backward, if the forward was finite: where the pass was watched op by op, the first node of the autograd graph that made
-a bad gradient of good ones.  Otherwise only the neighbourhood is known, and the finding is marked as a guess:
+Backward, if the forward was finite and a bad gradient arrives at a weight or leaves the model: where the pass was
+watched op by op, the first node of the autograd graph that made a bad gradient of good ones.  Otherwise only the
+neighbourhood is known, and the finding is marked as a guess:
     the gradient that came into the model was bad     -> outside: the loss, or a loss scale that is too large
     the gradient of an output or input is bad         -> the module that got the last good gradient before it
     only a weight's gradient is bad                   -> the module that holds the weight
@@ -33,22 +34,28 @@ class Seen:
     """What a batch has shown so far.
 
     found: in the forward.  ops: what ops of its forward made.  making, masking: calls with such an op, or with a mask,
-    inside.  overflowed: calls with an overflow inside.  bad: readings.  bad_weights: layers that hold one.  gradient:
-    the first bad one.  last_good: the gradient before it.  given: modules whose grad_output was finite before it.
-    weights: those whose gradient became bad.
+    inside.  suspects: events of -Inf alone, of which nothing finite has come yet.  overflowed: calls with an overflow
+    inside.  bad: readings.  bad_weights: layers that hold one.  nodes: that made a bad gradient.  hidden: those of them
+    whose bad gradient another node took and gave good ones.  guess: of the first bad gradient of a tensor.  last_good:
+    the gradient before it.  given: modules whose grad_output was finite before it.  weights: those whose gradient
+    became bad.  spoils: whether a bad gradient has arrived where the backward ends; None while none was read there.
     """
 
     found: list[Finding] = field(default_factory=list)
     ops: list[Event] = field(default_factory=list)
     making: set[Call] = field(default_factory=set)
     masking: set[Call] = field(default_factory=set)
+    suspects: list[Event] = field(default_factory=list)
     overflowed: set[Call] = field(default_factory=set)
     bad: set[Reading] = field(default_factory=set)
     bad_weights: list[str] = field(default_factory=list)
-    gradient: Finding | None = None
+    nodes: list[Finding] = field(default_factory=list)
+    hidden: list[Finding] = field(default_factory=list)
+    guess: Finding | None = None
     last_good: Event | None = None
     given: dict[str, None] = field(default_factory=dict)
     weights: list[Event] = field(default_factory=list)
+    spoils: bool | None = None
 
 
 class Locator:
@@ -79,6 +86,8 @@ class Locator:
     def read(self, event: Event) -> None:
         """Take in one event."""
         seen = self.seen
+        if event.arrived:
+            seen.spoils = bool(seen.spoils) or not event.reading.finite
         if event.kind in ("weight", "buffer"):
             seen.found += self._weight(event, seen)
         elif event.kind == "op":
@@ -87,18 +96,27 @@ class Locator:
         elif event.kind == "mask":
             seen.masking.update(event.around())
         elif event.kind in ("input", "output"):
-            seen.found += self._forward(event, seen) if self._overflows(event, seen) else []
+            for overflow in self._overflows(event, seen):
+                seen.found += self._forward(overflow, seen)
         elif event.kind in ("grad_weight", "grad_before"):
             self._weight_gradient(event, seen)
-        elif seen.gradient is None:
+        elif event.kind == "node" and (seen.guess is None or seen.nodes or seen.hidden):
+            seen.nodes.append(_found_op(event, event))
+        elif event.kind == "hidden" and seen.nodes:
+            seen.hidden.append(seen.nodes.pop())
+        elif event.kind in ("grad_output", "grad_input"):
             self._gradient(event, seen)
 
     def end(self) -> list[Finding]:
         """The findings of the batch, the first in time first."""
         seen = self.seen
         # After a forward gone bad its gradients are bad too, which is no overflow of their own.
-        backward = None if seen.bad or seen.bad_weights else self._first_gradient(seen)
-        return [*seen.found, backward] if backward else seen.found
+        if seen.bad or seen.bad_weights or seen.spoils is False:
+            seen.guess = None
+            return seen.found
+        node = next(iter([*seen.nodes, *seen.hidden]), None)
+        seen.guess = self._first_gradient(seen) or (node if seen.spoils else None)
+        return [*seen.found, node or seen.guess] if seen.guess else seen.found
 
     def _weight(self, event: Event, seen: Seen) -> list[Finding]:
         if event.reading.finite or (event.kind == "buffer" and event.reading.masked):
@@ -120,25 +138,53 @@ class Locator:
         """Whether a module has no parts."""
         return not list(self._layers[layer].children())
 
-    def _overflows(self, event: Event, seen: Seen) -> bool:
-        """Whether a reading that is not finite is overflow rather than a mask."""
+    def _overflows(self, event: Event, seen: Seen) -> list[Event]:
+        """The event if it is overflow rather than a mask, after those of -Inf that led to it."""
         reading, call, maker = event.reading, event.call, event.maker
-        if reading.finite or reading.nan or call is None or maker is None:
-            return reading.bad
-        if call.opwise:
+        if call is None or maker is None:
+            return [event] if reading.bad else []
+        if reading.finite:
+            seen.suspects = [one for one in seen.suspects if not _leads(one, maker)]
+            return []
+        if maker in seen.overflowed or not seen.bad.isdisjoint(maker.inputs):  # it passes on what was found
+            return [event]
+        if call.opwise and not reading.nan:
             if maker in seen.making:
-                return True
+                return [event]
             if reading.masked or maker in seen.masking:
                 self._masks.add(maker.name)
-                return False
+                return []
         if not reading.masked:
-            return True
-        if event.kind == "input" or any(given.inf for given in call.inputs):
-            return False
-        if type(call.module).__module__.startswith("torch.nn.modules") and self._is_leaf(call.name):
-            return True
-        self._maybe_masks.add(call.name)
-        return False
+            return [*self._led_to(event, seen), event]
+        passed_on = event.kind == "input" or any(given.inf for given in call.inputs)
+        if not passed_on and type(call.module).__module__.startswith("torch.nn.modules") and self._is_leaf(call.name):
+            return [event]
+        seen.suspects.append(event)
+        if not passed_on:
+            self._maybe_masks.add(call.name)
+        return []
+
+    def _led_to(self, event: Event, seen: Seen) -> list[Event]:
+        """The -Inf that a bad event comes of, from the layer that made it of finite numbers; none if that is a mask."""
+        calls, led = [event.maker], []
+        for one in reversed(seen.suspects):
+            if any(call and _leads(one, call) for call in calls):
+                calls.append(one.maker)
+                led.append(one)
+        while led and not self._may_overflow(led[-1]):
+            led.pop()
+        return led[::-1]
+
+    def _may_overflow(self, event: Event) -> bool:
+        """Whether the maker of -Inf was given finite numbers, of which it can have made it, and no mask."""
+        call = event.call
+        return (
+            call is not None
+            and event.kind == "output"
+            and call.name not in self._masks
+            and any(given.taken for given in call.inputs)
+            and not any(given.inf for given in call.inputs)
+        )
 
     def _forward(self, event: Event, seen: Seen) -> list[Finding]:
         culprit = event.maker
@@ -163,26 +209,23 @@ class Locator:
             seen.weights.append(event)
 
     def _gradient(self, event: Event, seen: Seen) -> None:
-        """A gradient of a tensor or a node that made one bad, before anything was bad."""
-        if event.kind == "node":
-            seen.gradient = _found_op(event, event)
-        elif event.kind in ("grad_output", "grad_input"):
-            if not event.reading.finite:
-                seen.gradient = _guess(event, seen.last_good or event)
-            elif event.kind == "grad_output":
-                seen.given.setdefault(event.name)
-            seen.last_good = event
+        """A gradient of a tensor."""
+        if seen.guess is not None:
+            return
+        if not event.reading.finite:
+            seen.guess = _guess(event, seen.last_good or event)
+        elif event.kind == "grad_output":
+            seen.given.setdefault(event.name)
+        seen.last_good = event
 
     def _first_gradient(self, seen: Seen) -> Finding | None:
-        if seen.gradient is not None and seen.gradient.exact:
-            return seen.gradient
         # Gradients of weights are read when the whole backward has ended, so time does not order them: a layer that was
         # given a finite gradient made its own weight's.
         first_of = {self._owner(event): event for event in reversed(seen.weights)}
         for layer in seen.given:
             if layer in first_of and self._is_leaf(layer):
                 return self._of_weight(first_of[layer])
-        return self._of_weight(seen.weights[0]) if seen.gradient is None and seen.weights else seen.gradient
+        return self._of_weight(seen.weights[0]) if seen.guess is None and seen.weights else seen.guess
 
     def _of_weight(self, event: Event) -> Finding:
         layer = self._owner(event)
@@ -210,19 +253,11 @@ def _finding(event: Event, layer: str | None, operand: str, **more: Any) -> Find
     return Finding(layer, operand, event.step, **more)
 
 
+def _leads(event: Event, call: Call) -> bool:
+    """Whether a call was given a reading, or has it from a part of its own."""
+    return event.reading in call.inputs or (event.call is not call and call in event.around())
+
+
 def inside(layer: str, of: str) -> bool:
     """Whether a layer is another one or a part of it, by their names."""
     return not of or layer == of or layer.startswith(of + ".")
-
-
-def same_overflow(seen: Finding, first: Finding, compiled: set[str]) -> bool:
-    """Whether a finding with its op is of the same overflow as an earlier one without.
-
-    It is in the same layer, or nearer than a guess of a backward could tell, or inside a compiled region, where nothing
-    could be seen before.  compiled: names of these.
-    """
-    if seen.op is None or first.op is not None or seen.backward != first.backward or first.layer is None:
-        return False
-    if seen.layer == first.layer or first.backward:
-        return True
-    return first.layer in compiled and inside(seen.layer or "", first.layer)

@@ -24,7 +24,7 @@ import torch
 from torch import nn
 
 from fp8engine._torch import TorchDispatchMode
-from fp8engine.amp.overflow.reading import Known, Reading, largest, read_now, readable
+from fp8engine.amp.overflow.reading import FLOATS, Known, Reading, largest, read_now, readable
 from fp8engine.amp.overflow.trace import Call, Trace
 from fp8engine.amp.tensors import tensors
 
@@ -51,7 +51,8 @@ class OpMode(TorchDispatchMode):
         if self._trace.thread.quiet:
             return func(*args, **kwargs)
         name = func._schema.name.partition("::")[2]
-        given = [x for x in tensors((args, kwargs)) if readable(x) is not None]
+        operands = list(tensors((args, kwargs)))
+        given = [x for x in operands if readable(x) is not None]
         if name in OVERWRITES:
             given = given[1:]
         before = [self._known.find(x) or self._read(x) for x in given]
@@ -67,7 +68,9 @@ class OpMode(TorchDispatchMode):
                 elif made is not None:
                     self._kept += 1
                     cast = self._cast(given, after) if name == "_to_copy" else {}
-                    told = {"operand": "output", "op": name, "input_amax": largest(before)} | cast
+                    codes = any(x.dtype.is_floating_point and x.dtype not in FLOATS for x in operands)
+                    amax = math.nan if codes else largest(before)  # beside FP8 codes only their scales are read
+                    told = {"operand": "output", "op": name, "input_amax": amax} | cast
                     self._trace.add("op", after, self._trace.current(), **told)
         return output
 
@@ -124,10 +127,11 @@ def _node_hook(op: str, names: list[str | None], call: Call, trace: Trace) -> Ca
         if trace.closed:
             return
         before = [read_now(g) for g in given if g is not None]
-        for name, gradient in zip(names, gradients, strict=False):
-            if gradient is None:
-                continue
-            after = read_now(gradient)
+        made = [(name, read_now(g)) for name, g in zip(names, gradients, strict=False) if g is not None]
+        bad = next((reading for reading in before if not reading.finite), None)
+        if bad is not None and all(after.finite for _, after in made):
+            trace.add("hidden", bad, call)
+        for name, after in made:
             if creates(before, False, after) is not None:
                 told = {"op": op, "input_amax": largest(before), "parameter": name}
                 trace.add("node", after, call, operand="grad_weight" if name else "grad_input", **told)

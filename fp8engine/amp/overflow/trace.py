@@ -42,9 +42,10 @@ class Event:
 
     kind: "input", "output"; "grad_output", "grad_input" (of the tensor whose own reading is `source`); "grad_weight"
     (as accumulated so far), "grad_before" (what was there when the watch began); "weight", "buffer", "scale"; or what
-    an op of a pass watched op by op made: "op", NaN or Inf of inputs without; "node", the same in the backward; "mask",
-    an Inf that was among its arguments.  name: of the layer or parameter.  scale: the loss scale's reading, where there
-    is a scaler.  operand, op, input_amax, parameter: of an "op" or a "node", as in Finding.
+    an op of a pass watched op by op made: "op", NaN or Inf of inputs without; "node", the same in the backward, and
+    "hidden", what a node was given there and did not pass on; "mask", an Inf that was among an op's arguments.  name:
+    of the layer or parameter.  scale: the loss scale's reading, where there is a scaler.  operand, op, input_amax,
+    parameter: of an "op" or a "node", as in Finding.
     """
 
     kind: str
@@ -70,6 +71,11 @@ class Event:
     def loss_scale(self) -> float | None:
         """The loss scale as a number, once it is on the host."""
         return self.scale.high if self.scale else None
+
+    @property
+    def arrived(self) -> bool:
+        """Whether it is a gradient where a backward ends: of a weight, or of what was given to the model."""
+        return self.kind == "grad_weight" or (self.kind == "grad_input" and self.maker is None)
 
     @property
     def maker(self) -> Call | None:

@@ -9,8 +9,9 @@ Two modes.  "counters" reads each tensor between modules once (reading.py), neve
 pass when the next one begins and its numbers are on the host.  They give the layer of a forward's overflow, and the
 neighbourhood of a bad gradient (locate.py).  After a finding the next pass is watched op by op (opwise.py), which gives
 the op, and the layer of a gradient: a slower pass of the training itself, so that nothing runs twice, no state is put
-back and no input is kept.  An overflow that does not come again keeps its layer and has no op; so does one without a
-loss scaler, whose step has made every weight NaN by then.  "ops" watches every pass op by op: slow, and certain.
+back and no input is kept.  The op is then of that later pass (Finding.op_step), the numbers stay the first one's.  An
+overflow that does not come again keeps its layer and has no op; so does one without a loss scaler, whose step has made
+every weight NaN by then.  "ops" watches every pass op by op: slow, and certain.
 
 Wrap before or after: torch.compile, DistributedDataParallel and checkpointing are seen through, if what is watched is
 the object that is called (the compiled one).  FP16's largest value is 65504 (IEEE 754 binary16).
@@ -167,7 +168,7 @@ class OverflowWatch:
         for finding in found:
             if finding.layer is not None:
                 self.layers[finding.layer].name_for(finding)
-        came = self._ledger.enter(found)
+        came = self._ledger.enter(found, self._locator.seen.guess)
         if not batch.opwise and (came or self._locator.undecided):
             self._recorder.rewatch(True)
         elif batch.opwise and not self._locator.undecided and not any(e.unexplained for e in self._ledger.entries):

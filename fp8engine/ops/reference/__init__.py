@@ -8,7 +8,7 @@
 | quantize.py | kernels/quantize.py | scale, round, count; tensor, row, block |
 | cast_transpose.py | kernels/cast_transpose.py | both orientations; what a norm or an activation stores |
 | epilogue.py | kernels/epilogue.py | how a matmul ends: bias, activation, statistics, the output's format |
-| matmul.py | kernels/matmul_fp16.py, matmul_fp8.py, matmul_block.py | FP32 sums of exact products |
+| matmul.py | kernels/matmul.py | FP32 sums of exact products |
 | grouped.py | kernels/matmul_grouped.py, quantize_experts.py, expert_rows.py | matmuls and casts of experts' rows |
 | split_k.py | kernels/split_k.py | a sum over K in parts, and the order in which they are added |
 | norm_quantize.py | kernels/norm_quantize.py | RMSNorm and LayerNorm, with FP8 codes of the result; backward |

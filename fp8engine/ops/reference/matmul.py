@@ -7,7 +7,7 @@ values with FP32 accumulation differs from Hopper's in the order of its sums and
 error up to 2^-8) before the scales, where Hopper rounds once after them.  `exact` takes products in FP32: no such
 rounding.
 Scales along K (blocks) are folded into the operands first: exact in BF16 when they are powers of two.
-The twin of kernels/matmul_fp16.py, matmul_fp8.py and matmul_block.py.
+The twin of kernels/matmul.py.
 """
 
 from __future__ import annotations

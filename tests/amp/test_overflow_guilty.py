@@ -1,0 +1,212 @@
+"""find_overflow names the layer, the operation and the pass that did it, and not what comes after or did no harm."""
+
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from overflow_cases import Part
+from torch import nn
+
+import fp8engine as fe
+from fp8engine.amp.overflow import find_overflow
+
+
+class Mine(nn.Linear):
+    """No class of torch.nn."""
+
+
+class Own(nn.Module):
+    """-3e5 in FP16, and back."""
+
+    def forward(self, x):
+        return (x.half() * -300) * 300
+
+
+def negative(kind: str) -> nn.Module:
+    """A layer that makes -Inf of 100, in FP16."""
+    if kind == "own":
+        return Own()
+    layer = (Mine if kind == "subclass" else nn.Linear)(4, 4)
+    nn.init.constant_(layer.weight, -300.0)
+    return fe.convert(nn.Sequential(layer))[0] if kind == "converted" else layer
+
+
+class Residual(nn.Module):
+    """-Inf that goes on by the forward of the module around, beside which another part is finite."""
+
+    def __init__(self, part: nn.Module):
+        super().__init__()
+        self.other, self.part = nn.Linear(4, 4), part
+
+    def forward(self, x):
+        other = self.other(x)
+        return other + self.part(x)
+
+
+@pytest.mark.filterwarnings("ignore::fp8engine.errors.EmulationWarning")
+@pytest.mark.parametrize("mode", ["counters", "ops"])
+@pytest.mark.parametrize("kind", ["subclass", "converted", "own", "torch"])
+@pytest.mark.parametrize("around", [nn.Sequential, Residual])
+def test_an_overflow_to_minus_inf_is_its_makers_and_not_the_next_layers(kind: str, around: type[nn.Module], mode: str):
+    model = nn.Sequential(around(negative(kind)), nn.LeakyReLU(), nn.LayerNorm(4))
+    name = "0.0" if around is nn.Sequential else "0.part"
+    with find_overflow(model, mode=mode) as watch, torch.autocast("cpu", torch.float16), torch.no_grad():
+        for _ in range(3):
+            model(torch.full((8, 4), 150.0) + torch.rand(8, 4))
+            found = watch.first()
+            assert found is not None
+            assert (found.layer, found.operand, found.step) == (name, "output", 0)
+        assert [one.layer for one in watch.findings] == [name]
+        assert watch.pin(2)[0] == name
+
+
+def test_a_mask_that_did_no_harm_is_not_blamed_for_what_overflows_after_it():
+    """The mask is a part's own output, or passed along to a layer that overflows by itself."""
+    mask, weigh = Part(lambda x: x.masked_fill(x > 0, -torch.inf)), Part(lambda x: x.softmax(-1))
+    blocked = Part(lambda _: torch.tensor([0.0, -torch.inf]))
+    large = Part(lambda x: (x[0].abs().sum() + x[1].clamp(min=0)).half() * 6e4 * 6e4)
+    inside = Part(lambda x: weigh(mask(x)).half() * 6e4 * 6e4)
+    inside.mask, inside.weigh = mask, weigh
+    along = Part(lambda x: large((x, blocked((x > 0).int()))))
+    along.blocked, along.large = blocked, large
+    for model, layer in ((inside, ""), (along, "large")):
+        with find_overflow(model) as watch:
+            model(torch.tensor([[-1.0, 1.0]]))
+        assert [one.layer for one in watch.findings] == [layer]
+
+
+class Grow(torch.autograd.Function):
+    """x -> x, and its gradient times a factor that is read in backward."""
+
+    factor: ClassVar[dict[str, float]] = {}
+
+    @staticmethod
+    def forward(ctx, x, which):
+        ctx.which = which
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, *grads):
+        return grads[0] * Grow.factor.get(ctx.which, 1.0), None
+
+
+def test_two_layers_whose_gradients_overflow_one_after_the_other_are_two_findings():
+    model = nn.Sequential(
+        *[Part(lambda x, n=str(n): Grow.apply(x, n)) if n in (1, 5) else nn.Linear(4, 4) for n in range(7)]
+    )
+    with find_overflow(model) as watch:
+        for step_number in range(5):
+            Grow.factor = {2: {"1": torch.inf}, 3: {"5": torch.inf}, 4: {"5": torch.inf}}.get(step_number, {})
+            model(torch.ones(2, 4)).sum().backward()
+            model.zero_grad()
+    watch.first()
+    told = [(one.layer, one.step, one.op, one.op_step) for one in watch.findings]
+    assert told == [("1", 2, None, None), ("5", 3, "GrowBackward", None)]
+
+
+def test_an_op_is_not_told_of_an_overflow_long_ago():
+    large = {0: lambda x: (x * 1e6).half(), 20: lambda x: x / 0, 21: lambda x: x / 0}
+    part = Part(lambda x: x)
+    with find_overflow(nn.Sequential(part)) as watch:
+        for number in range(22):
+            part.function = large.get(number, lambda x: x)
+            watch.model(torch.ones(2, 2))
+    watch.first()
+    assert [(one.layer, one.step, one.op) for one in watch.findings] == [("0", 0, None), ("0", 21, "div")]
+
+
+def test_the_numbers_of_a_finding_are_of_one_pass():
+    """Of the first; the op is of the second, whose inputs are twice as large and whose scale is half of it."""
+    model: Any = nn.Sequential(nn.Linear(2, 2), Part(lambda x: torch.exp(x.half())))
+    nn.init.zeros_(model[0].weight)
+    nn.init.constant_(model[0].bias, 20.0)
+    optimizer = torch.optim.SGD(model.parameters(), 0.0)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    with find_overflow(model, scaler) as watch:
+        for factor in (1, 2):
+            nn.init.constant_(model[0].bias, 20.0 * factor)
+            scaler.scale(model(torch.ones(2, 2)).sum()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+    found = watch.first()
+    assert found is not None
+    assert (found.step, found.loss_scale, found.input_amax, found.op, found.op_step) == (0, 8.0, 20.0, "exp", 1)
+    assert (
+        str(found) == "step 0: output of '1' is Inf in float16 from values up to 20 and made by exp (as step 1 showed)"
+    )
+
+
+@pytest.mark.parametrize("mode", ["counters", "ops"])
+@pytest.mark.parametrize("parts", [1, 2])
+def test_an_inf_that_backward_itself_masks_is_no_finding(mode: str, parts: int):
+    roots = [Part(lambda x: torch.sqrt(torch.relu(x)))] if parts == 1 else [nn.ReLU(), Part(torch.sqrt)]
+    model: Any = nn.Sequential(nn.Linear(4, 4), *roots, nn.Linear(4, 1))
+    nn.init.constant_(model[0].bias, -10.0)
+    with find_overflow(model, mode=mode) as watch:
+        for _ in range(2):
+            model(torch.rand(8, 4)).sum().backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+    assert watch.first() is None
+    assert watch.pin() == []
+
+
+@pytest.mark.filterwarnings("ignore::fp8engine.errors.EmulationWarning")
+def test_beside_fp8_codes_no_number_is_told():
+    """Only the scales of the operands could be read, which are no values of theirs."""
+    model: Any = fe.convert(nn.Sequential(nn.Linear(16, 16)), "current")
+    nn.init.constant_(model[0].weight, 300.0)
+    with find_overflow(model, mode="ops") as watch, torch.autocast("cpu", torch.float16):
+        model(torch.full((16, 16), 150.0))
+    assert str(watch.first()) == "step 0: output of '0' is Inf in float16 made by matmul"
+
+
+@dataclass(frozen=True)
+class Held:
+    """What a module takes and returns."""
+
+    x: torch.Tensor
+    rest: list
+
+
+class Wraps(nn.Module):
+    """A linear layer between dataclasses, times a number in FP16."""
+
+    def __init__(self, by: float):
+        super().__init__()
+        self.fc, self.by = nn.Linear(4, 4), by
+
+    def forward(self, held):
+        return Held(self.fc(held.x).half() * self.by, held.rest)
+
+
+def test_tensors_in_dataclasses_are_seen():
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(OrderedDict(enc=Wraps(6e4), dec=Wraps(1.0)))
+    nn.init.constant_(model.enc.fc.bias, 4.0)
+    with find_overflow(model) as watch, torch.autocast("cpu", torch.float16):
+        model(Held(torch.ones(2, 4), []))
+    found = watch.first()
+    assert found is not None
+    assert (found.layer, found.operand, len(watch.findings)) == ("enc", "output", 1)
+    with find_overflow(model) as watch, torch.autocast("cpu", torch.float16):
+        model(Held(torch.full((2, 4), torch.nan), []))
+    found = watch.first()
+    assert found is not None
+    assert (found.layer, found.operand) == ("", "input")
+
+
+@pytest.mark.parametrize("mode", ["counters", "ops"])
+@pytest.mark.parametrize("parts", [1, 2])
+def test_an_inf_that_backward_masks_is_not_blamed_for_a_later_one(mode: str, parts: int):
+    roots = [nn.Identity(), Part(lambda x: torch.sqrt(torch.relu(x)))] if parts == 1 else [nn.ReLU(), Part(torch.sqrt)]
+    model: Any = nn.Sequential(nn.Linear(4, 4), Part(lambda x: Grow.apply(x, "here")), nn.Linear(4, 4), *roots)
+    nn.init.constant_(model[2].bias, -10.0)
+    Grow.factor = {"here": torch.inf}
+    with find_overflow(model, mode=mode) as watch:
+        for _ in range(2):
+            model(torch.rand(8, 4)).sum().backward()
+            model.zero_grad()
+    watch.first()
+    assert [(one.layer, one.op, one.step) for one in watch.findings] == [("1", "GrowBackward", 0)]
