@@ -35,20 +35,15 @@ class Watch:
 
     windows: dict[tuple[str, str], Window] = field(default_factory=lambda: defaultdict(Window))
     backward_seen: bool = False
-    recomputed: bool = False
     recipes: dict[str, fe.Recipe] = field(default_factory=dict)
     checked: int = 0
     wrong: list[str] = field(default_factory=list)
     step: str = ""
 
     def begins(self) -> None:
-        """The model's forward begins, and a step with it, if a backward has come since.
-
-        With an evaluation none does; but for one behind a step with a checkpoint: a layer that a reentrant one calls
-        without gradients cannot tell the two.
-        """
-        if self.backward_seen and (torch.is_grad_enabled() or self.recomputed):
-            self.backward_seen = self.recomputed = False
+        """The model's forward begins, and a step with it, if a backward has come since; with an evaluation none does."""
+        if self.backward_seen and torch.is_grad_enabled():
+            self.backward_seen = False
             for (name, _), window in self.windows.items():
                 window.turn(self.recipes[name].window)
 
@@ -65,7 +60,6 @@ class Watch:
         sizes = divided[0] if divided else [len(x)]
         use = _Use(name, recipe, x, weight, sizes, like.dtype, layer.numerics.standalone)
         record = torch.is_grad_enabled() or _in_backward()
-        self.recomputed |= _in_backward() and not use.alone
         bias = None if layer.bias is None else layer.bias.detach().view(len(sizes), -1)
         if bias is not None and not recipe.is_fp8:
             bias = bias.to(recipe.input.dtype)
