@@ -111,6 +111,7 @@ def test_gradients_of_weights_or_of_the_input_alone(recipe, needs):
     assert same(tables(plain), tables(recomputed))
 
 
+@pytest.mark.slow
 def test_without_gradients_nothing_is_recorded():
     model = net("delayed", reentrant=False)
     call = whole(model)
@@ -124,6 +125,8 @@ def test_without_gradients_nothing_is_recorded():
 WHERE = ["inside", "around", "around, reentrant"]
 
 
+@pytest.mark.short
+@pytest.mark.slow
 # torch 2.13's Dynamo looks at .grad of a block's input, which is no leaf.
 @pytest.mark.few(3)
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
@@ -209,6 +212,7 @@ def test_a_layer_without_a_root(recipe, around):
     assert same(tables(plain)[:2], tables(layer)[:2])
 
 
+@pytest.mark.slow
 def test_a_graph_for_a_card_casts_both_ways_again(monkeypatch: pytest.MonkeyPatch):
     """One cast gives an operand and its transpose there; here it is traced as there, and runs on the reference."""
     monkeypatch.setattr(sys.modules["fp8engine.autograd.operands"], "graphs_run_on", lambda where: "cublas")
@@ -219,6 +223,7 @@ def test_a_graph_for_a_card_casts_both_ways_again(monkeypatch: pytest.MonkeyPatc
     assert same(tables(plain), tables(recomputed))
 
 
+@pytest.mark.slow
 def test_checkpoints_within_checkpoints():
     plain, nested = net("delayed"), net("delayed", reentrant=False)
     assert train(plain) == train(nested, whole(checkpointed(nested)))

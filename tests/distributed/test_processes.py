@@ -77,6 +77,7 @@ def test_a_ranks_traceback_arrives_and_the_other_rank_ends():
     assert time.monotonic() - start < 300, "rank 0 sleeps for 600"
 
 
+@pytest.mark.slow
 def test_ranks_that_hang_are_killed(tmp_path):
     with pytest.raises(TimeoutError, match=r"test_processes\.hangs: 2 ranks were not done after 5 s"):
         run(hangs, 2, str(tmp_path), limit=5)

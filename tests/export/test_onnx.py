@@ -111,6 +111,8 @@ def test_whole_models_for_other_sizes(tmp_path, make, fuse: bool):
         assert close(run(tmp_path / "m.onnx", input_ids=ids), model(ids)[0])
 
 
+@pytest.mark.short
+@pytest.mark.slow
 @pytest.mark.parametrize("module", [fe.LayerNormMLP, fe.LayerNormLinear])
 @pytest.mark.filterwarnings("ignore::fp8engine.errors.EmulationWarning")
 def test_layers_with_norm_and_activation(tmp_path, module):
@@ -124,6 +126,7 @@ def test_layers_with_norm_and_activation(tmp_path, module):
         assert close(run(tmp_path / "model.onnx", x=x), model(x))
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::fp8engine.errors.EmulationWarning")
 def test_16_bits(tmp_path):
     """FP16 runs; BF16 is refused, and the same codes run in FP32."""
@@ -245,6 +248,7 @@ class Positions(nn.Module):
         return self.query(x) @ self.key(self.table.tanh()).t()
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::fp8engine.errors.EmulationWarning")
 def test_a_layer_that_reads_parameters_alone(tmp_path):
     """Its input's cast is that of a constant, and none of its weight."""

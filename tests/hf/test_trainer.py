@@ -56,6 +56,7 @@ def test_trainer_resumes_exactly(recipe: str, tmp_path: Path):
     assert same(everything(resumed), everything(straight))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("recipe", "lost"), [("delayed", "the windows of amaxes of"), ("auto", "decisions of auto for")]
 )
@@ -77,6 +78,7 @@ def test_without_the_callback_a_resumed_run_says_what_begins_anew(recipe: str, l
         assert not same(tables(resumed)[:1], tables(straight)[:1])
 
 
+@pytest.mark.slow
 def test_a_checkpoint_elsewhere_or_fresh_scales(tmp_path: Path):
     first = llama("delayed")
     trainer(first, tmp_path / "a", ScalingStateCallback()).train()
@@ -93,6 +95,7 @@ def test_a_checkpoint_elsewhere_or_fresh_scales(tmp_path: Path):
     assert not same(tables(fresh)[:1], tables(first)[:1])
 
 
+@pytest.mark.slow
 def test_a_damaged_file_loads_nothing(tmp_path: Path):
     trainer(llama("delayed"), tmp_path, ScalingStateCallback(), max_steps=STOP).train()
     checkpoint = tmp_path / f"checkpoint-{STOP}"
@@ -109,6 +112,8 @@ def test_a_damaged_file_loads_nothing(tmp_path: Path):
         trainer(llama("delayed"), tmp_path, ScalingStateCallback()).train(resume_from_checkpoint=str(checkpoint))
 
 
+@pytest.mark.short
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options", [{"bf16": True}, {"gradient_accumulation_steps": 2}, {"gradient_checkpointing": True}]
 )

@@ -11,6 +11,8 @@ CPU = torch.device("cpu")
 EVERY = [*checks.checks(CPU), *smoke.checks(CPU)]
 
 
+@pytest.mark.short
+@pytest.mark.slow
 @pytest.mark.few(20)
 @pytest.mark.parametrize(("name", "one"), EVERY, ids=[name for name, _ in EVERY])
 def test_a_check_finds_nothing_wrong(name: str, one):

@@ -80,6 +80,8 @@ def trained(monkeypatch, model: Any, granted: bool, dtype: torch.dtype) -> tuple
         return steps(model, [model] * 3, dtype), count
 
 
+@pytest.mark.short
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("recipe", "dtype"),
     [*((recipe, torch.bfloat16) for recipe in FP8_RECIPES), ("delayed", torch.float32), ("current", torch.float16)],

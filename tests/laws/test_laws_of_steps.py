@@ -32,6 +32,8 @@ def cast_alone(self: RootForward, x: torch.Tensor, layer: int, parent: str | Non
     return found
 
 
+@pytest.mark.short
+@pytest.mark.slow
 @every_recipe
 def test_codes_are_a_cache(recipe: str, monkeypatch: pytest.MonkeyPatch, subtests: pytest.Subtests):
     """Siblings that share a cast compute, record and count what they do where each of them casts for itself."""
@@ -43,6 +45,8 @@ def test_codes_are_a_cache(recipe: str, monkeypatch: pytest.MonkeyPatch, subtest
             assert differences(found, straight(row, recipe), but=ONCE) == []
 
 
+@pytest.mark.short
+@pytest.mark.slow
 @every_recipe
 def test_fused_is_unfused(recipe: str, subtests: pytest.Subtests):
     """But for the order of FP32 sums in norms and activations, 2^-24, which differ from torch's own.
@@ -85,6 +89,8 @@ RECOMPUTED: dict[str, Callable] = {
 }
 
 
+@pytest.mark.short
+@pytest.mark.slow
 @pytest.mark.few(8)
 @every_recipe
 @pytest.mark.parametrize("recomputed", [each for each in RECOMPUTED if each != "plain"])
@@ -96,6 +102,8 @@ def test_a_checkpoint_changes_nothing(recomputed: str, recipe: str, subtests: py
             assert differences(found, straight(row, recipe)) == []
 
 
+@pytest.mark.short
+@pytest.mark.slow
 @pytest.mark.few(8)
 @every_recipe
 @pytest.mark.parametrize(("stop", "call"), [(1, "plain"), (2, "whole, reentrant"), (3, "plain")])
@@ -133,6 +141,8 @@ def in_inference_mode(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
         return model(x)
 
 
+@pytest.mark.short
+@pytest.mark.slow
 @pytest.mark.few(8)
 @every_recipe
 @pytest.mark.parametrize("evaluate", [without_gradients, in_eval_mode, in_inference_mode], ids=lambda f: f.__name__)
@@ -169,6 +179,8 @@ def by_torch_save(model: nn.Module) -> nn.Module:
     return torch.load(file, weights_only=False)
 
 
+@pytest.mark.short
+@pytest.mark.slow
 @pytest.mark.few(8)
 @every_recipe
 @pytest.mark.parametrize("copied", [by_deepcopy, by_pickle, by_torch_save], ids=lambda f: f.__name__)
@@ -186,6 +198,8 @@ def test_a_copy_trains_as_the_original_and_apart_from_it(copied: Callable, recip
             assert differences(found, {name: wanted[name] for name in found}) == []
 
 
+@pytest.mark.short
+@pytest.mark.slow
 @pytest.mark.few(3)
 @pytest.mark.parametrize("recipe", [name for name in RECIPES if name != "auto"])  # it decides when gradients are taken
 def test_microbatches_give_the_sum_of_their_gradients(recipe: str, subtests: pytest.Subtests):

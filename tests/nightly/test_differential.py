@@ -41,7 +41,7 @@ class Watch:
     step: str = ""
 
     def begins(self) -> None:
-        """The model's forward begins, and a step with it, if a backward has come since; with an evaluation none does."""
+        """The model's forward begins, and a step with it if a backward has come since; none with an evaluation."""
         if self.backward_seen and torch.is_grad_enabled():
             self.backward_seen = False
             for (name, _), window in self.windows.items():

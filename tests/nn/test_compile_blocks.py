@@ -90,6 +90,7 @@ def test_equal_blocks_are_one_graph_and_compute_what_eager_code_computes(recipe:
     assert counters["stats"]["unique_graphs"] <= MOST
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["delayed", "rowwise"])
 def test_blocks_that_fully_shard_gathers_as_codes_are_one_graph(recipe: str, group):
     torch.manual_seed(0)

@@ -200,6 +200,7 @@ def test_pre_norm_writes_the_norm_once_and_decodes_with_one_cache():
     assert [row["name"] for row in fe.inspect(layer).layers][-4:] == [f"cross_attn.{n}_proj" for n in "qkvo"]
 
 
+@pytest.mark.slow
 def test_torch_compile_traces_it_whole():
     layer = fe.TransformerLayer(32, 48, 4, recipe="rowwise", context_size=40)
     x, context = torch.randn(2, 5, 32), torch.randn(2, 7, 40)

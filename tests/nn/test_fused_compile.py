@@ -29,6 +29,7 @@ def test_an_mlp_without_norm_and_of_three_layers(norm, two):
         assert all(torch.equal(a, b) for a, b in zip(tables(eager)[:2], tables(compiled)[:2], strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("placement", ["pre", "post"])
 def test_a_layer_of_its_own_begins_steps_in_its_graph_and_counts_what_is_shared_for_each(placement):
     """Two of them: the last norm behind a post-norm layer writes no codes for one whose step has not begun."""

@@ -101,6 +101,7 @@ def test_twice_the_layers_are_twice_the_calls(function, recipe: str):
     assert 100 < counted[0] < MOST * 100  # something was counted
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stores", [False, True])
 def test_what_auto_decides_takes_twice_the_calls(stores: bool):
     """Step 1 decides what step 0 has seen; with a recorded flow, what every result is stored in too."""

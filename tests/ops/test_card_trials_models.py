@@ -175,6 +175,7 @@ def _rank(rank: int, ranks: int, folder: str) -> dict:
     return found
 
 
+@pytest.mark.slow
 def test_rank_0_decides_for_all_that_have_its_card(tmp_path):
     first, second = run(_rank, 2, str(tmp_path))
     assert first["alike"]["before"] is second["alike"]["before"] is None

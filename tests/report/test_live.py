@@ -46,6 +46,8 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return seen
 
 
+@pytest.mark.short
+@pytest.mark.slow
 @pytest.mark.parametrize("logging", [1, 2])
 def test_trainer_writes_page_and_events(logging: int, tmp_path: Path, calls: list[int]):
     callback = ReportCallback(tmp_path / "live", every=2)
@@ -67,6 +69,7 @@ def test_a_last_step_that_is_one_of_every_is_in_the_events_once(tmp_path: Path):
     assert written(tmp_path / "live") == (4, [1, 3])
 
 
+@pytest.mark.slow
 def test_a_resumed_trainer_has_gaps_where_it_saw_no_loss(tmp_path: Path):
     def run(steps: int, **more: Any) -> ReportCallback:
         callback = ReportCallback(tmp_path / "live", every=100)

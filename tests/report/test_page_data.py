@@ -157,6 +157,7 @@ def test_margins_and_formats_are_read_from_a_casts_name():
     assert len({colour(label) for label in ("E4M3/tensor", "E4M3/row", "E4M3/block", "E5M2/tensor", "BF16")}) == 5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ENGINES)
 def test_two_hundred_layers_and_a_hundred_looks_are_under_2_mb_and_open(engine: str, tmp_path):
     text = page(made_up(200, 100), [5.0 - 0.001 * i for i in range(1600)])
