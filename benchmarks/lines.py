@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "architecture.md"
 TABLE = re.compile(r"(?<=<!-- written by benchmarks/lines.py -->\n).*?(?=<!-- end -->)", re.DOTALL)
 ENGINE = ("numerics", "ops", "scaling", "autograd", "auto", "nn", "convert")  # what computes and decides
-GOALS = {"engine": 8_600, "kernels": 3_404, "package": 20_600}  # lines of code
+GOALS = {"engine": 8_600, "kernels": 2_500, "package": 20_600}  # lines of code
 # By room: lines of code that it may have.
 BUDGET = {
     "amp": 2_977,
