@@ -54,7 +54,9 @@ def fsdp(
     mesh: one dimension (FSDP), or two with names (HSDP: replicas, then shards); None: all processes.
     blocks: modules that are gathered and freed by themselves; None: the repeated blocks (blocks.py).
     strict: raise StrictError, before anything is sharded, where experts would be gathered in high precision.
-    fully_shard_options: reshard_after_forward (True or False), mp_policy, offload_policy, ignored_params.
+    fully_shard_options: reshard_after_forward (True or False), mp_policy, offload_policy, ignored_params.  After a
+    forward without gradients weights that are codes are freed, under reshard_after_forward=False too, so that whoever
+    reads parameters then finds DTensors.
     Returns the model, changed in place.  The loss is that of `fully_shard`'s gather in high precision.  Parameters,
     `state_dict` and checkpoints are torch's ordinary DTensors.  A weight that FP8 codes cannot stand for (its layer
     computes in 16 bits, or other modules read it too) is gathered in high precision; fe.inspect says which, and why.

@@ -125,7 +125,8 @@ def settle(
     layout, decisions, notes = choose_layers(model, recipe, layout)
     recipes = {decision.name: decision.recipe for decision in decisions if decision.recipe is not None}
     # An expert's 3-D parameter is left under its module's name.
-    left = [d.name.removesuffix(f".{d.parameter}" * (len(d.shape) == 3)) for d in decisions if d.recipe is None]
+    names = {d.name: f".{d.parameter}" if len(d.shape) == 3 else "" for d in decisions if d.recipe is None}
+    left = [name.removesuffix(parameter) for name, parameter in names.items()]
     stored = replace(_stored(recipes, layout, activations), left=tuple(filter(None, dict.fromkeys(left))))
     if layout == "fp8":
         _check_patterns(stored.left, recipes)

@@ -38,7 +38,7 @@ KNOWN = (*PLAIN, _torch.FakeTensor)  # classes of tensors that a producer takes;
 VALUES = (bool, int, float, str, tuple, list, type(None))
 Told = tuple[tuple[str, Any], ...]  # names and values of attributes
 
-SMALL = {"relu": Memory(recompute_activation=True)}  # torch keeps one tensor of a ReLU; its input and codes are more
+SMALL = {"relu": Memory(recompute_activation=True)}  # torch keeps a ReLU's result alone; codes beside it are more
 
 
 def numerics_of(layer: Any) -> Numerics | None:

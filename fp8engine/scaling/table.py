@@ -392,5 +392,5 @@ def _without_gradients_at_first() -> bool:
 
     A reentrant checkpoint's has; one that is not reentrant, which sets hooks of its own, would not compute it again.
     """
-    hooks = _torch.saved_tensors_hooks(False)
-    return torch.is_grad_enabled() and not (hooks and hooks[0].__qualname__.startswith("_recomputation_hook"))
+    pack, _ = _torch.saved_tensors_hooks(False) or (None, None)
+    return torch.is_grad_enabled() and not getattr(pack, "__qualname__", "").startswith("_recomputation_hook")

@@ -1,5 +1,7 @@
 """Activation checkpointing where a CPU multiplies BF16; that it changes nothing is a law (tests/laws)."""
 
+import functools
+
 import pytest
 import torch
 from support import FP8_RECIPES, converted
@@ -22,6 +24,16 @@ def test_a_result_does_not_depend_on_what_is_kept_for_backward(recipe, reentrant
     with torch.no_grad():
         assert torch.equal(layer(x), y)
     assert torch.equal(checkpoint(layer, x, use_reentrant=reentrant), y)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_hooks_on_saved_tensors_may_be_any_callables(reentrant: bool):
+    """Which are set while a forward runs again is looked at; a partial has no name."""
+    model = converted(nn.Sequential(nn.Linear(32, 32)), "delayed", skip=lambda *_: False)
+    x, keep = torch.randn(8, 32, requires_grad=True), functools.partial(torch.clone)
+    with torch.autograd.graph.saved_tensors_hooks(keep, keep):
+        checkpoint(model, x, use_reentrant=reentrant).sum().backward()
+    assert x.grad is not None
 
 
 class Halves(nn.Module):

@@ -196,6 +196,17 @@ def test_rows_that_change_places_are_seen():
         assert torch.equal(layer(x), before.flip(-1))
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int8])
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_fingerprint_is_short_whatever_it_is_of(dtype: torch.dtype, first: int):
+    """Less than 64 samples, the sum, the runs, and what fills no run; from an odd address too."""
+    x = torch.ones(100_001).to(dtype)[first:]
+    assert len(fingerprint(x)) < 64 + 2 + 256
+    before = fingerprint(x)
+    x.data[50_000] = 2
+    assert fingerprint(x) != before
+
+
 def rows_swapped(weight: torch.Tensor) -> None:
     i, j = torch.randperm(len(weight))[:2].tolist()
     weight[[i, j]] = weight[[j, i]]
