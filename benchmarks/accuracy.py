@@ -18,7 +18,7 @@ from pathlib import Path
 from common import machine, save
 
 from fp8engine.demo import DEFAULT, Config, run
-from fp8engine.demo.picture import differences, draw, mean_and_error
+from fp8engine.demo.picture import by_recipe, draw, mean_and_error
 from fp8engine.demo.report import Result, Summary, about
 
 TARGET_PERCENT = 0.5
@@ -27,7 +27,7 @@ RECIPES = (*DEFAULT, "rowwise_gw_hp")
 
 def summary(results: list[Result]) -> dict[str, dict[str, float | None]]:
     """Of each recipe the mean loss, and the mean difference to fp32 in % with its standard error, paired by seed."""
-    found = {"fp32": [0.0]} | differences(results)
+    found = {"fp32": [0.0]} | by_recipe(results)
     rows = {}
     for recipe, percent in found.items():
         losses = [result.validation_loss for result in results if result.recipe == recipe]

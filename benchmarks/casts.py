@@ -20,7 +20,6 @@ import torch
 from benchmarks.common import WHERE, parser, save, show
 from fp8engine.bench import cases, harness
 from fp8engine.bench.harness import Limits, Row, Timer
-from fp8engine.bench.timing import Clock
 from fp8engine.errors import ShapeError
 from fp8engine.numerics.cast import Cast
 from fp8engine.numerics.formats import E4M3
@@ -83,18 +82,17 @@ WAYS = {
 def casts(
     shapes: Sequence[tuple[int, int]],
     where: torch.device,
-    ticks: Clock | None = None,
+    timer: Timer | None = None,
     limits: Limits | None = None,
-    turns: int | None = None,
 ) -> dict[str, Any]:
     """Check and time every cast of BF16 matrices M x K: {"machine", "what", "limits", "rows"}, plain values."""
-    timer = Timer.of(where, ticks, turns, (30, 7))
+    timer = timer or Timer.of(where, 30, 7)
     with torch.no_grad():
         limits = harness.limits(where, timer.clock) if limits is None else limits
         rows = [row for shape in shapes for row in compare(shape, where, timer, limits)]
-    emulated = not device.has_fp8(where)
-    what = "casts as plain torch operations on this device" if emulated else "casts on this card"
-    return harness.result(where, what, rows, limits={"copy_gb_per_s": limits.bytes / 1e9})
+    what = "casts on this card" if device.has_fp8(where) else "casts as plain torch operations on this device"
+    rates = {"copy_gb_per_s": limits.bytes / 1e9}
+    return {"machine": harness.machine(where), "what": what, "limits": rates, "rows": rows}
 
 
 def compare(shape: tuple[int, int], where: torch.device, timer: Timer, limits: Limits) -> list[Row]:
@@ -148,19 +146,6 @@ def parse(text: str) -> list[tuple[int, int]]:
     return shapes
 
 
-def line(row: Row) -> str:
-    """A row as plain text."""
-    return harness.line(
-        f"{row['name']:34s} {'x'.join(map(str, row['shape'])):12s}",
-        row,
-        ("ms", "{:9.3f} ms"),
-        ("spread", " {:5.0%}"),
-        ("gb_per_s", " {:9.1f} GB/s"),
-        ("of_copy", " {:6.1%} of copy"),
-        ("target", "   target {:.0%}"),
-    )
-
-
 def main() -> None:
     """Measure, print, write the result."""
     options = parser(__doc__)
@@ -168,7 +153,7 @@ def main() -> None:
     asked = options.parse_args().shapes
     result = casts(parse(asked) if asked else SHAPES[WHERE.type], WHERE)
     print(f"a copy moves {result['limits']['copy_gb_per_s']:.4g} GB/s")
-    show(result, line)
+    show(result)
     print(f"written to {save('quantize', result)}")
 
 

@@ -40,11 +40,11 @@ def parser(doc: str | None) -> argparse.ArgumentParser:
     return argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
 
 
-def show(result: dict, line: Callable[[dict], str]) -> None:
+def show(result: dict) -> None:
     """Print a benchmark's rows."""
     print(result["what"])
     for row in result["rows"]:
-        print(line(row))
+        print(harness.line(row))
 
 
 def interleaved(calls: dict[str, Callable[[], float]], turns: int, warmup: int = 3) -> dict[str, dict[str, float]]:

@@ -24,7 +24,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from benchmarks.machine_code import baselines, tables
-from benchmarks.machine_code.launches import GLUON
 from fp8engine.kernels.tuning import Config, plain, table
 from fp8engine.numerics.cards import CARDS, H100_SXM, Card
 from fp8engine.numerics.matmul_time import Prediction, library, predict, sustained_clock
@@ -43,10 +42,10 @@ MODELS = {  # outputs, inputs of weights; source: each model's config.json
 }
 TOKENS = (2048, 4096, 8192, 16384)
 KERNELS = ("cuBLASLt", "Triton", "Gluon")
-SUMS = {
-    "fast": ("matmul_fp8", "one scale per tensor or row, fast"),
-    "promoted": ("matmul_fp8_promoted", "the same, promoted every 128 of K"),
-    "block": ("matmul_block", "blocks of 128"),
+SUMS = {  # the operation, its title, and the kernels that there are for it
+    "fast": ("matmul_fp8", "one scale per tensor or row, fast", KERNELS[:2]),
+    "promoted": ("matmul_fp8_promoted", "the same, promoted every 128 of K", KERNELS),
+    "block": ("matmul_block", "blocks of 128", KERNELS),
 }
 DIRECTIONS = ("forward", "dgrad", "wgrad")
 
@@ -120,7 +119,7 @@ def configurations(kernel: str, operation: str) -> list[Config]:
     rows = [row for name, row in table()[operation]["sm_90"].items() if name != "unaligned"]
     if kernel == "Triton":
         return [plain(row) for row in rows]
-    return [row for row in rows if row.kernel == "gluon"] or [GLUON]
+    return [row for row in rows if row.kernel == "gluon"]
 
 
 def shares(card: Card, kernel: str, sums: str, direction: str, full_load: bool = False) -> list[float]:
@@ -135,8 +134,8 @@ def markdown(card: Card) -> Iterator[str]:
     """Lines of the table: median and least."""
     yield f"| {card.title}, 48 layers | kernel | {' | '.join(DIRECTIONS)} | all | all, clock of full load |"
     yield f"| --- | --- |{' --- |' * (len(DIRECTIONS) + 2)}"
-    for sums, (_, title) in SUMS.items():
-        for kernel in KERNELS:
+    for sums, (_, title, kernels) in SUMS.items():
+        for kernel in kernels:
             each = [shares(card, kernel, sums, direction) for direction in DIRECTIONS]
             loaded = (shares(card, kernel, sums, direction, True) for direction in DIRECTIONS)
             every = [*each, *(list(itertools.chain(*found)) for found in (each, loaded))]

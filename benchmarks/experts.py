@@ -101,19 +101,6 @@ def compare(case: Case, where: torch.device, timer: Timer) -> list[Row]:
     )
 
 
-def line(row: Row) -> str:
-    """A row as plain text."""
-    label = f"{row['case']:58s} {row['name']:36s}"
-    return harness.line(
-        label,
-        row,
-        ("ms", "{:9.3f} ms"),
-        ("spread", " {:5.0%}"),
-        ("tflops", " {:7.1f}"),
-        ("over_bf16", " {:5.2f}x BF16"),
-    )
-
-
 def _weights(w: torch.Tensor, cast: Cast, experts: int):
     if not grouped.spans_rows(cast):
         return casts.quantize(w, cast)

@@ -9,28 +9,35 @@ the reference.  Variants and checks: fp8engine/bench/gemm.py and cases.py.  Need
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Sequence
 from typing import Any
 
 from benchmarks.common import WHERE, parser, save
 from fp8engine.bench import cases, gemm, harness
+from fp8engine.bench.harness import Row, Timer
 
-HEADINGS = f"{'':40s} {'ms':>9s} {'spread':>7s} {'TFLOP/s':>9s} {'of max':>7s} {'x same':>7s} {'x 16 bits':>9s}"
+TARGETS = {  # variant -> (geometric mean, minimum) of over_peer on a Hopper card over LLM shapes; None: no target
+    "triton fp8 tensor fast": (1.00, 0.95),
+    "triton fp8 row fast": (1.00, 0.95),
+    "triton fp8 tensor promoted": (0.90, None),
+    "triton fp8 row promoted": (0.90, None),
+    "triton 16 bits": (0.95, None),
+}
 
 
-def line(row: Mapping[str, Any]) -> str:
-    """A row as plain text, under HEADINGS; no number but the error for a wrong one."""
-    ratios = {key: "" if row.get(key) is None else f"{row[key]:.2f}" for key in ("over_peer", "over_16_bits")}
-    return harness.line(
-        f"{row['name']:26s} {'x'.join(map(str, row['shape'])):13s}",
-        {**row, **ratios},
-        ("ms", "{:9.3f}"),
-        ("spread", " {:7.0%}"),
-        ("tflops", " {:9.4g}"),
-        ("of_16_bit_rate", " {:7.0%}"),
-        ("over_peer", " {:>7s}"),
-        ("over_16_bits", " {:>9s}"),
-    )
+def summary(rows: Sequence[Row]) -> dict[str, Any]:
+    """Each variant of TARGETS against torch's over all shapes, and the highest rate.
+
+    "llm": over the LLM shapes among them, for which the targets are.
+    """
+    llm = [row for row in rows if tuple(row.get("shape", ())) in cases.LLM]
+    found: dict[str, Any] = {}
+    for name, (mean, least) in TARGETS.items():
+        target = {"geometric_mean": mean, "minimum": least}
+        found[name] = {**gemm.mean(rows, name), "llm": gemm.mean(llm, name), "target": target}
+    timed = [row for row in rows if "tflops" in row and row["name"].startswith("triton fp8")]
+    best = max(timed, key=lambda row: row["tflops"], default=None)
+    return found | {"best_tflops": best and {key: best[key] for key in ("name", "shape", "tflops")}}
 
 
 def show(result: dict) -> None:
@@ -38,10 +45,9 @@ def show(result: dict) -> None:
     m, most = result["machine"], result["limits"]
     print(f"{m['card'] or m['cpu']}, {m['threads']} threads, torch {m['torch']}, commit {m['commit']}, {m['date']}")
     print(result["what"])
-    print(f"limits: {most['matmul_16_bits_tflops']:.3g} TFLOP/s in 16 bits, {most['copy_gb_per_s']:.4g} GB/s copied")
-    print(f"\n{HEADINGS}")
+    print(f"limits: {most['matmul_16_bits_tflops']:.3g} TFLOP/s in 16 bits, {most['copy_gb_per_s']:.4g} GB/s copied\n")
     for row in result["rows"]:
-        print(line(row))
+        print(harness.line(row))
     print("\nspeed over torch's, geometric mean and least over the shapes")
     for name, found in result["summary"].items():
         if name == "best_tflops":
@@ -60,7 +66,8 @@ def main() -> None:
     options.add_argument("--json", action="store_true", help="print the result as JSON instead of a table")
     asked = options.parse_args()
     shapes = cases.parse(asked.shapes or ("llm;square" if WHERE.type == "cuda" else "small"))
-    result = gemm.gemm(shapes, WHERE, turns=asked.turns)
+    result = gemm.gemm(shapes, WHERE, timer=asked.turns and Timer.of(WHERE, asked.turns, asked.turns))
+    result["summary"] = summary(result["rows"])
     path = save("gemm", result)
     if asked.json:
         print(json.dumps(result, indent=1))

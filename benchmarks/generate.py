@@ -18,13 +18,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from benchmarks.networks import NETWORKS, Size
 from fp8engine.autograd.attention import Cache
 from fp8engine.bench import harness
 from fp8engine.bench.cases import sqnr
 from fp8engine.bench.harness import Row, Timer
-from fp8engine.bench.networks import NETWORKS, Size
 from fp8engine.bench.steps import BASE, LEAST_SQNR, converted
-from fp8engine.bench.timing import Clock
 from fp8engine.nn.serving import ServedLinear
 from fp8engine.numerics.recipe import resolve
 
@@ -79,21 +78,19 @@ def generate(
     cases: Sequence[Case],
     where: torch.device,
     ways: dict[str, Callable[[nn.Module], nn.Module]] | None = None,
-    ticks: Clock | None = None,
-    turns: int | None = None,
+    timer: Timer | None = None,
 ) -> dict[str, Any]:
     """Check and time every variant of every case: {"machine", "what", "rows"}."""
     ways = variants() if ways is None else ways
-    timer = Timer.of(where, ticks, turns, (10, 3))
-    rows = [row for case in cases for row in compare(case, where, ways, timer)]
-    return harness.result(where, harness.training_on(where, "generation"), rows)
+    timer = timer or Timer.of(where, 10, 3)
+    return harness.result(where, "generation", [row for case in cases for row in compare(case, where, ways, timer)])
 
 
 def compare(case: Case, where: torch.device, ways, timer: Timer) -> list[Row]:
     """One case's rows."""
     torch.manual_seed(0)
     with where:
-        plain = NETWORKS["llama"].make(case.size).eval()
+        plain = NETWORKS["llama"](case.size).eval()
     text = torch.randint(case.size.vocabulary, (case.batch, case.prompt + 4), device=where)
     with torch.inference_mode():
         wanted = plain(text)
@@ -124,17 +121,3 @@ def _served(recipe: str) -> Callable[[nn.Module], nn.Module]:
         return model
 
     return make
-
-
-def line(row: Row) -> str:
-    """A row as plain text."""
-    return harness.line(
-        f"{row['name']:20s} {row['case']}",
-        row | {"mib": row.get("weights", 0) / 2**20},
-        ("ms", "{:9.2f} ms"),
-        ("spread", " {:4.0%}"),
-        ("tokens_per_s", " {:9.0f} tokens/s"),
-        ("over_bf16", " {:5.2f}x bf16"),
-        ("sqnr", "   logits {:.0f} dB"),
-        ("mib", "   weights {:.1f} MiB"),
-    )

@@ -18,7 +18,7 @@ def main() -> None:
     options.add_argument("--shapes", help="M,N,K joined by semicolons")
     asked = options.parse_args().shapes
     result = linear.linear(cases.parse(asked) if asked else linear.SHAPES[WHERE.type], WHERE)
-    show(result, linear.line)
+    show(result)
     print(f"written to {save('linear', result)}")
 
 

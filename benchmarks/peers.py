@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import torch
 
+from benchmarks import graphs as cuda_graphs
 from benchmarks.casts import PER_TENSOR, SETS, WAYS, Way
 from fp8engine.bench import harness, linear, steps
 from fp8engine.bench.cases import Shape, sqnr
@@ -65,7 +66,7 @@ def graphs(case: Graph, where: torch.device, timer: Timer) -> list[Row]:
         return step
 
     def captured(row: Row) -> harness.Call:
-        graph, written = steps.captured(step, where)
+        graph, written = cuda_graphs.captured(step, where)
         graph.replay()
         found = [part.clone() for part in written]
         # The same kernels on the same values: only a predicted scale may move between the two, by a part of an octave.
@@ -76,18 +77,6 @@ def graphs(case: Graph, where: torch.device, timer: Timer) -> list[Row]:
     derive = lambda name, seconds, over: {"over_eager": over("eager")}  # noqa: E731
     common = {"case": str(case.recipe or linear.BASE), "shape": list(case.shape)}
     return harness.compare(common, {"eager": eager, "CUDA graph": captured}, derive, timer)
-
-
-def graph_line(row: Row) -> str:
-    """A row as plain text."""
-    return harness.line(
-        f"{row['case']:16s} {row['name']:11s} {'x'.join(map(str, row['shape'])):16s}",
-        row,
-        ("ms", "{:9.3f} ms"),
-        ("spread", " {:5.0%}"),
-        ("over_eager", " {:5.2f}x eager"),
-        ("host_us", "   host {:.0f} us a forward"),
-    )
 
 
 def inductor_casts(shape: tuple[int, int], where: torch.device, timer: Timer, limits: Limits) -> list[Row]:

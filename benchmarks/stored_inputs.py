@@ -17,8 +17,8 @@ import statistics
 
 import torch
 from common import machine, save
+from networks import Block, Size, fused
 
-from fp8engine.bench.networks import Block, Size, fused
 from fp8engine.bench.steps import saved_bytes
 
 SIZE, BATCH, T = Size(256, 896, 8, 2), 4, 256

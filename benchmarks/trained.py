@@ -26,6 +26,7 @@ from typing import NamedTuple
 
 import torch
 from common import WHERE, machine, parser, save
+from graphs import captured
 from real import fp8_share
 from real_models import load
 from rich.console import Console
@@ -35,7 +36,7 @@ from torch.nn import functional as F
 
 import fp8engine as fe
 from fp8engine.bench import harness
-from fp8engine.bench.steps import WARM_UP, captured
+from fp8engine.bench.steps import WARM_UP
 from fp8engine.errors import EmulationWarning
 
 BASE = "plain"

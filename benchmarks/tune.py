@@ -42,7 +42,7 @@ from fp8engine.bench.gemm import FAST, PROMOTED, SETS, Variant, kernel
 from fp8engine.bench.harness import Call, Row, Timer, compare, machine
 from fp8engine.bench.timing import Clock, clock
 from fp8engine.errors import BackendError, Fp8EngineError, UnknownName
-from fp8engine.kernels import tuning
+from fp8engine.kernels import limits, tuning
 from fp8engine.kernels.tuning import Config
 from fp8engine.numerics.cards import Card, card_of
 from fp8engine.ops import device, predicted, reference, scaled_mm, triton_backend
@@ -52,7 +52,8 @@ TURNS = 15
 BATCH = 8  # candidates timed together: so many are under way when the time is up
 NOT_TRIED = "not tried: the time was up"
 TMA = (9, 0)  # capability from which there are tensor descriptors
-GLUON = (9, 0)  # the one that Gluon's matmuls are written for
+GLUON = (9, 0)  # the one that Gluon's matmul is written for
+WITH_GLUON = ("matmul_fp8_promoted", "matmul_block")  # what it multiplies
 # FP32 sums a thread holds: 128 leave room for the rest in 255 registers, 256 spill.
 MOST_SUMS = 128
 BLOCK_K = {"matmul_fp8": (64, 128), "matmul_fp8_promoted": (64, 128), "matmul_block": (128,), "matmul_fp16": (64,)}
@@ -221,9 +222,9 @@ def steps(operation: str, name: str, tma: bool, gluon: bool) -> list[Callable[[C
     def means(base: Config) -> list[Config]:
         found = [base._replace(descriptors=way, kernel="triton") for way in (True, False)] if tma else []
         if tma and gluon:  # a kernel of its own, which need not like the same tile
-            tile = base._replace(block_m=128, block_k=128, warps=8, parts=2, descriptors=True, kernel="gluon")
-            widths = (128, 256) if operation == "matmul_fp8" else (128,)
-            found += [tile._replace(block_n=n, stages=s) for n in widths for s in dict.fromkeys((base.stages, 4, 5))]
+            tile = dict(zip(("block_m", "block_n", "block_k"), limits.TILE, strict=True))
+            ours = base._replace(**tile, warps=8, parts=2, descriptors=True, kernel="gluon")
+            found += [ours._replace(stages=stages) for stages in dict.fromkeys((base.stages, 4, 5))]
         return found
 
     return [tiles, pipeline, order, *([cuts] if name in FEW_TILES else []), means]
@@ -285,7 +286,7 @@ def tune(
             for name, mine in classes(shapes).items():
                 start = tuning.Config(**content["operations"][operation][architecture][name])._replace(ratio=None)
                 tma = capability >= TMA and name != tuning.UNALIGNED
-                grid = steps(operation, name, tma, gluon and operation != "matmul_fp16")
+                grid = steps(operation, name, tma, gluon and operation in WITH_GLUON)
                 order = _order(operation, card, end)
                 run = lambda shape, configs, job=job: trial(job, shape, configs)  # noqa: E731
                 best, found = search(start, grid, mine, run, order)

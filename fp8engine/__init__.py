@@ -45,7 +45,7 @@ if TYPE_CHECKING or not starts_command_line():
     from fp8engine.ops.backends import backend
     from fp8engine.ops.tensor import Float8Tensor, matmul, quantize
     from fp8engine.report import flow
-    from fp8engine.report.budget import keep_budget
+    from fp8engine.report.budget import keep_budget, keep_budget_in_training
     from fp8engine.report.collect import inspect
     from fp8engine.report.state import load_scaling_state_dict, scaling_state, scaling_state_dict
     from fp8engine.report.table import Report
@@ -87,6 +87,7 @@ __all__ = [
     "high_precision",
     "inspect",
     "keep_budget",
+    "keep_budget_in_training",
     "load_scaling_state_dict",
     "matmul",
     "mxfp8",

@@ -118,6 +118,16 @@ def traced_alone(function: str) -> bool:
 constant_in_graphs(traced_alone)
 
 
+def compiled_autograd() -> bool:
+    """Whether torch compiles the backward pass as well, of whatever Python code (compiled autograd)."""
+    from torch._dynamo import compiled_autograd, config  # whoever traces has imported them
+
+    return config.compiled_autograd or compiled_autograd.compiled_autograd_enabled
+
+
+constant_in_graphs(compiled_autograd)
+
+
 def made_in_graph(name: str) -> None:
     """Tell Dynamo, which calls this, that its caller's local tensor of that name was made in the graph that it traces.
 
@@ -199,7 +209,8 @@ def plain_name(model: nn.Module, name: str) -> str:
     for part in name.split("."):
         if part not in HELD or part not in (HELD_AS.get(kind.__name__) for kind in type(here).__mro__):
             kept.append(part)
-        child = here._modules.get(part)
+        # The table of a ScriptModule has no get.
+        child = next((module for key, module in here._modules.items() if key == part), None)
         here = here if child is None else child  # a compiled module may refuse to be asked for its truth
     return ".".join(kept)
 

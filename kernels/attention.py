@@ -79,26 +79,12 @@ def weight_codes(p):
 
 @triton.jit(do_not_specialize=["T", "S", "offset", "window"])  # they change from batch to batch; the code does not
 def _attention_kernel(
-    q,
-    k,
-    v,
-    scale_q,
-    scale_k,
-    scale_v,
+    q, k, v, scale_q, scale_k, scale_v,
     o,
-    T,
-    S,
-    H,
-    GROUP,
-    offset,
-    window,
-    factor,
-    D: tl.constexpr,
-    W: tl.constexpr,
-    ROWS: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    WINDOW: tl.constexpr,
-):
+    T, S, H, GROUP,
+    offset, window, factor,
+    D: tl.constexpr, W: tl.constexpr, ROWS: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
+):  # fmt: skip
     # The last block of queries first: under causality it has the most keys.
     block = tl.num_programs(0) - 1 - tl.program_id(0)
     head = tl.program_id(1)  # of B * H

@@ -37,20 +37,11 @@ def load_rows(x, row, T, stride_t, D: tl.constexpr, W: tl.constexpr, ROWS: tl.co
 
 @triton.jit
 def _attention_cast_kernel(
-    x,
-    rotation,
-    codes,
-    scale,
-    T,
-    H,
-    stride_b,
-    stride_h,
-    stride_t,
-    D: tl.constexpr,
-    W: tl.constexpr,
-    ROWS: tl.constexpr,
-    TRANSPOSED: tl.constexpr,
-):
+    x, rotation,
+    codes, scale,
+    T, H, stride_b, stride_h, stride_t,
+    D: tl.constexpr, W: tl.constexpr, ROWS: tl.constexpr, TRANSPOSED: tl.constexpr,
+):  # fmt: skip
     block = tl.program_id(0)
     head = tl.program_id(1)
     corner = x + tl.cast(head // H, tl.int64) * stride_b + tl.cast(head % H, tl.int64) * stride_h

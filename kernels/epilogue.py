@@ -93,25 +93,11 @@ def rounded(y, scaled, OUT: tl.constexpr):
 
 @triton.jit
 def store_result(
-    y,
-    acc_MN,
-    row,
-    column,
-    M,
-    N,
-    scale_a,
-    scale_b,
-    bias,
-    output_scale,
-    OUT: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    BY_ROW_A: tl.constexpr,
-    BY_ROW_B: tl.constexpr,
-    BY_DESCRIPTOR: tl.constexpr,
-    PARTS: tl.constexpr,
-    COUNT: tl.constexpr,
-    ADD: tl.constexpr = False,
-):
+    y, acc_MN, row, column, M, N,
+    scale_a, scale_b, bias, output_scale,
+    OUT: tl.constexpr, ACTIVATION: tl.constexpr, BY_ROW_A: tl.constexpr, BY_ROW_B: tl.constexpr,
+    BY_DESCRIPTOR: tl.constexpr, PARTS: tl.constexpr, COUNT: tl.constexpr, ADD: tl.constexpr = False,
+):  # fmt: skip
     """Finish a tile of sums whose first element is [row, column], piece by piece; return its statistics.
 
     ADD: to what y, a pointer then, holds.

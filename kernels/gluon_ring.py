@@ -1,4 +1,4 @@
-"""Common parts of the Gluon matmuls for Hopper: the ring of slots, the producer's warp, the epilogue, the refusals.
+"""The parts of Hopper's Gluon matmul that are not its sums: the ring of slots, the producer's warp, the epilogue.
 
 One warp loads (`produce`), the others multiply and store.  They meet at mbarriers alone.
 
@@ -25,12 +25,10 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from fp8engine.kernels import limits
 from fp8engine.kernels.constant import Constant
 from fp8engine.kernels.epilogue import activated, judged, real_values, rounded
-from fp8engine.kernels.launch import Address, interpreted, triton_dtype
+from fp8engine.kernels.launch import Address, triton_dtype
 from fp8engine.kernels.tile import place_of
-from fp8engine.kernels.tuning import capability
 
 # Registers of a producer's thread.  The least that setmaxnreg gives: 8 warps at 240 and 4 at 24 (it deals by fours) are
 # 64,512 of a multiprocessor's 65,536.
@@ -63,21 +61,11 @@ def new_barriers(STAGES: gl.constexpr, CONSUMERS: gl.constexpr):
 
 @gluon.jit
 def produce(
-    a,
-    b,
-    scales,
-    rings,
-    full,
-    empty,
-    M,
-    N,
-    K,
-    BLOCK_M: gl.constexpr,
-    BLOCK_N: gl.constexpr,
-    BLOCK_K: gl.constexpr,
-    GROUP_M: gl.constexpr,
+    a, b, scales, rings, full, empty,
+    M, N, K,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, GROUP_M: gl.constexpr,
     STAGES: gl.constexpr,
-):
+):  # fmt: skip
     """The producer's warp.  It ends with its last load: the consumers wait for that one too before the program ends.
 
     rings: of a's and b's tiles, and with `scales`, descriptors [cdiv(K, BLOCK_K), M] and [cdiv(K, BLOCK_K), N] of FP32
@@ -103,23 +91,10 @@ def produce(
 
 @gluon.jit
 def store_runs(
-    y,
-    runs,
-    row,
-    column,
-    M,
-    N,
-    scale_a,
-    scale_b,
-    bias,
-    output_scale,
-    staging,
-    statistics,
-    ACTIVATION: gl.constexpr,
-    BY_ROW_A: gl.constexpr,
-    BY_ROW_B: gl.constexpr,
-    COUNT: gl.constexpr,
-):
+    y, runs, row, column, M, N,
+    scale_a, scale_b, bias, output_scale, staging, statistics,
+    ACTIVATION: gl.constexpr, BY_ROW_A: gl.constexpr, BY_ROW_B: gl.constexpr, COUNT: gl.constexpr,
+):  # fmt: skip
     """Finish a tile's sums, cut into runs of columns, and store one after another by TMA from a staging buffer.
 
     The arithmetic is epilogue.py's.  Returns `statistics`, (largest |y|, saturated, nonfinite) of each row of a tile,
@@ -180,16 +155,6 @@ def publish_rows(amax_ptr, counts_ptr, statistics):
 def as_rows(x_M, like_M):
     """x in the other's layout, which differs by name alone: each thread keeps what it has."""
     return gl.convert_layout(x_M, like_M.type.layout, assert_trivial=True)
-
-
-def unsupported(a, b, epilogue) -> str | None:
-    """Why no Gluon kernel can multiply these operands with this epilogue, as in `matmul_fp8`; None where one may."""
-    major, minor = capability(a.data.device)
-    if interpreted():
-        return "Gluon has no interpreter"
-    if (major, minor) != (9, 0):
-        return f"written for sm_90, and this is sm_{major}{minor}"
-    return limits.operands(a, b, epilogue)
 
 
 @functools.lru_cache(maxsize=4096)

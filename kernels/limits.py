@@ -3,7 +3,7 @@
 import torch
 
 ALIGNMENT = 16  # bytes: TMA's of base and strides (CUDA driver API, cuTensorMapEncodeTiled), and of a wide load
-TILE = (128, 128, 128)  # of matmul_gluon_scaled.py
+TILE = (128, 128, 128)  # of matmul_gluon.py
 
 
 def describable(x: torch.Tensor) -> bool:
@@ -20,8 +20,8 @@ def describable(x: torch.Tensor) -> bool:
     )
 
 
-def operands(a, b, epilogue) -> str | None:
-    """Why no Gluon kernel can multiply these operands with this epilogue, as in `matmul_fp8`; None where one may."""
+def gluon(a, b, epilogue, config) -> str | None:
+    """Why `matmul_gluon` cannot multiply these operands, whose sums are promoted, on any card; None where it can."""
     (m, k), n = a.data.shape, b.data.shape[0]
     if min(m, n, k) == 0:
         return f"nothing to multiply in M, N, K = {m}, {n}, {k}"
@@ -33,11 +33,6 @@ def operands(a, b, epilogue) -> str | None:
         return "a result that is added to what is there"
     if n * epilogue.out.itemsize % ALIGNMENT != 0:
         return f"rows of the result, {n} of {epilogue.out}, are not 16-byte aligned"
-    return None
-
-
-def scaled(a, b, epilogue, config) -> str | None:
-    """Why `matmul_gluon_scaled` cannot multiply these, beyond that; None where it can."""
     if (config.block_m, config.block_n, config.block_k) != TILE:
         return f"tiles are {TILE}, not of {config}"
     if a.scaled_along_k:

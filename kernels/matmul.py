@@ -155,18 +155,16 @@ def matmul_fp8(
     along K, one per `rows` rows and `cols` of K, where cols is the same for both, and rows 1 or a multiple of it.
     epilogue: bias_N, activation, out, scale (of an FP8 result), amax, counts, into, as in the twin's Epilogue.
     promoted: whether sums are; under scales along K they always are.
-    gluon: whether a configuration of Gluon's kernels is run by them; else plain Triton runs it.
+    gluon: whether a configuration of Gluon's kernel is run by it where it can; else plain Triton runs it.
     """
     sums, m, n, where = sums_of_products(a, promoted), a.data.shape[0], b.data.shape[0], a.data.device
     if config is None:
         config = pick(OPERATIONS[sums], capability(where), m, n, describable(a.data) and describable(b.data))
-    if gluon and config.kernel == "gluon" and m and n:
-        from fp8engine.kernels import matmul_gluon, matmul_gluon_scaled  # experimental in Triton: only where used
+    if gluon and config.kernel == "gluon" and sums != "kept":
+        from fp8engine.kernels import matmul_gluon  # experimental in Triton: only where used
 
-        if sums == "kept" and matmul_gluon.unsupported(a, b, epilogue) is None:
+        if matmul_gluon.unsupported(a, b, epilogue, config) is None:
             return matmul_gluon.matmul_gluon(a, b, epilogue, config)
-        if sums != "kept" and matmul_gluon_scaled.unsupported(a, b, epilogue, config) is None:
-            return matmul_gluon_scaled.matmul_gluon_scaled(a, b, epilogue, config)
     config, rows = plain(config), (1 if a.scale.dim() == 2 else -1, 1 if b.scale.dim() == 2 else -1)
     if sums == "scaled":
         config, rows = config._replace(block_k=a.cols), (a.rows, b.rows)

@@ -1,21 +1,31 @@
-"""FP8 matmul for Hopper with its roles given to different warps: one loads, eight multiply and store.
+"""FP8 matmul for Hopper whose sums are promoted or scaled every 128 of K: one warp loads, two partitions multiply.
 
-    y[M, N] = sum_k a[m, k] b[n, k] * (scale_a[m] * scale_b[n]) + bias[n]      rounded once to 16 bits
+    "none"      y[M, N] = f(sum_g (sum_{k in g} a[m, k] b[n, k]) * (scale_a[m] * scale_b[n]) + bias[n])
+    else        y[M, N] = f(sum_g scale_a[m, g] scale_b[n, g] (sum_{k in g} a[m, k] b[n, k]) + bias[n])
 
-    producer    1 warp      for each tile, for each BLOCK_K: wait until a slot is empty, let TMA fill it (gluon_ring.py)
-    consumers   8 warps     wait until the slot is full, multiply, give it back; after the last, scale and store
+g: 128 values of K.  The inner sum is the Tensor Core's, the outer one is in FP32 registers.  SCALES says what changes
+along K, and how it comes: "none", promotion alone; "loaded", 1x128 by 128x128 (forward, dgrad), from global memory one
+product ahead of its use; "ring", 1x128 by 1x128 (wgrad), by TMA together with its tiles.
 
-The Tensor Core adds into one accumulator of about 13 mantissa bits below its largest term ("fast").  Sums that are
-promoted or scaled along K are kernels/matmul_gluon_scaled.py's.
+    producer    1 warp      for each tile, for each g: wait until a slot is empty, let TMA fill it (gluon_ring.py)
+    consumer 0  4 warps     the upper half of a tile's rows: wait until the slot is full, multiply, promote, store
+    consumer 1  4 warps     the lower half, the same
 
-A consumer gives a slot back only after warpgroup_mma_wait says that the product which reads it is done.  That speaks
-for one warpgroup; Triton puts a barrier of all eight warps before the one thread's arrival that speaks for both
-(tests/ops/test_kernels_gluon.py looks for it).  Two products are in flight at a time, so that STAGES is at least 2.
+The consumers meet at mbarriers alone, so that one can multiply while the other promotes.  In plain Triton all warps
+wait for their products at the same barriers and then promote together, with the Tensor Core idle.
 
-Cost: 2 M N K operations and, from L2, (BLOCK_M + BLOCK_N) * BLOCK_K bytes for every BLOCK_M * BLOCK_N * BLOCK_K
-multiply-adds; 50 instructions a BLOCK_K.  It cannot be interpreted: its twin on a card is kernels/matmul.py, whose
-sums and roundings come in the same order, and whatever it lacks (`unsupported`) is left to that one.
-Source: DeepSeek-V3, arXiv 2412.19437, section 3.3.2, for the accumulator's width.
+A product has 64 rows (ROWS) and 128 columns: 64 sums a thread, beside which its registers hold two products.  Four
+products go together (PRODUCTS): the first three are promoted while the next is in flight, the fourth with nothing in
+flight; what is left of K goes one by one.  A product in flight across the turn of the loop would hide that one too, but
+ptxas then makes every wgmma wait (note C7514).  In "ring" the 64 factors a thread of a product that is alone in flight
+are multiplied meanwhile.
+
+Ceilings (`make codegen`) and the bytes from L2 are in kernels/README.md.  Per element of a tile and g one addition, one
+multiply-add, or one multiply-add and a multiplication; from L2 (BLOCK_M + BLOCK_N) * BLOCK_K bytes.  Tiles of 256x128
+(two products a consumer, issued in turns) took 0.99 to 1.03 of these tiles' time on an H200, and went.
+It cannot be interpreted: its twin is kernels/matmul.py, whose sums and roundings come in the same order, and what it
+cannot do (`unsupported`) is left to that one.
+Sources: DeepSeek-V3, arXiv 2412.19437, section 3.3; DeepGEMM for two consumers, of 64 rows each.
 """
 
 import torch
@@ -23,157 +33,252 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
-from fp8engine.kernels import gluon_ring
+from fp8engine.kernels import limits
+from fp8engine.kernels.constant import Constant
 from fp8engine.kernels.encoded import encode_once
-from fp8engine.kernels.gluon_ring import PRODUCER_REGISTERS, advance, descriptor, new_barriers, produce, store_runs
-from fp8engine.kernels.launch import persistent_grid
+from fp8engine.kernels.gluon_ring import (
+    PRODUCER_REGISTERS,
+    advance,
+    descriptor,
+    new_barriers,
+    no_statistics,
+    produce,
+    publish_rows,
+    store_runs,
+)
+from fp8engine.kernels.launch import interpreted, persistent_grid
 from fp8engine.kernels.tile import pieces, place_of
-from fp8engine.kernels.tuning import Config
+from fp8engine.kernels.tuning import Config, capability
+
+CONSUMERS = Constant(2)  # tiles: limits.TILE
+ROWS = Constant(64)  # of a product
+REGISTERS = Constant(240)  # of a consumer's thread
+PRODUCTS = Constant(4)  # of one turn of the loop
 
 
 @gluon.jit
-def _multiply(rings, full, slot, parity, acc_MN, use_acc):
-    """Wait for a slot and begin acc + a b^T (use_acc), or a b^T alone: the accumulator is not read then."""
+def _multiply(rings, full, slot, parity, zero_MN, PART: gl.constexpr):
+    """Wait for a slot and begin its rows number PART of a times b^T; zero_MN is not read."""
     mbarrier.wait(full.index(slot), parity)
+    a_MK = rings[0].index(slot).slice(ROWS * PART, ROWS, 0)
     b_KN = rings[1].index(slot).permute((1, 0))
-    return warpgroup_mma(rings[0].index(slot), b_KN, acc_MN, use_acc=use_acc, is_async=True)
+    return warpgroup_mma(a_MK, b_KN, zero_MN, use_acc=False, is_async=True)
 
 
 @gluon.jit
-def _sum(acc_MN, rings, full, empty, slot, parity, K, BLOCK_K: gl.constexpr, STAGES: gl.constexpr):
-    """sum_k a b^T in the Tensor Core's accumulator; the next slot and its parity."""
-    # A value of its own.  Triton carries a name through a loop if its visit of the body leaves another value in it;
-    # `before = slot` here and in the body would both be slot's value ahead of the loop: a deadlock for K > 2 BLOCK_K.
-    # tests/house/test_loop_carried.py looks for such aliases.
-    before = slot + 0
-    for k in range(0, K, BLOCK_K):
-        acc_MN = _multiply(rings, full, slot, parity, acc_MN, k > 0)  # at 0 the sum starts
-        # All but the newest product are done, so the one before it has read its slot.
-        acc_MN = warpgroup_mma_wait(1, deps=(acc_MN,))
-        mbarrier.arrive(empty.index(before), count=1, pred=k > 0)
-        before = slot
-        slot, parity = advance(slot, parity, STAGES)
-    acc_MN = warpgroup_mma_wait(0, deps=(acc_MN,))
-    mbarrier.arrive(empty.index(before), count=1)
-    return acc_MN, slot, parity
+def _load_scales(
+    scale_a, scale_b, rows, column, group, groups, M, strides,
+    SCALES: gl.constexpr, ROWS_A: gl.constexpr, ROWS_B: gl.constexpr,
+):  # fmt: skip
+    """The scales of a group of K, if they are "loaded": one for each row of a, and the one of this tile's rows of b."""
+    s_M = 0.0
+    s_b = 0.0
+    if SCALES == "loaded":
+        group = gl.minimum(group, groups - 1)  # there is none ahead of the last
+        s_M = gl.load(scale_a + rows // ROWS_A * strides[0] + group * strides[1], mask=rows < M, other=0.0)
+        s_b = gl.load(scale_b + column // ROWS_B * strides[2] + group * strides[3])
+    return s_M, s_b
+
+
+@gluon.jit
+def _factors(runs, loaded, rings, slot, SCALES: gl.constexpr, PART: gl.constexpr):
+    """What the runs of columns of a product are multiplied by."""
+    PART_N: gl.constexpr = runs[0].shape[1]
+    LAYOUT: gl.constexpr = runs[0].type.layout
+    found = ()
+    for part in gl.static_range(len(runs)):
+        if SCALES == "ring":
+            s_M1 = rings[2].index(slot).slice(ROWS * PART, ROWS, 1).permute((1, 0)).load(LAYOUT)
+            s_1N = rings[3].index(slot).slice(PART_N * part, PART_N, 1).load(LAYOUT)
+            factor = s_M1 * s_1N
+        elif SCALES == "loaded":
+            factor = gl.convert_layout(loaded[0] * loaded[1], gl.SliceLayout(1, LAYOUT), assert_trivial=True)[:, None]
+        else:
+            factor = 1.0
+        found += (factor,)
+    return found
+
+
+@gluon.jit
+def _promoted(runs, sums_MN, factors, SCALES: gl.constexpr):
+    """The runs of columns + sums_MN, scaled."""
+    new = pieces(sums_MN, len(runs))
+    found = ()
+    for part in gl.static_range(len(runs)):
+        if SCALES == "none":
+            acc = runs[part] + new[part]
+        else:
+            acc = runs[part] + new[part] * factors[part]
+        found += (_computed_here(acc),)
+    return found
+
+
+@gluon.jit
+def _computed_here(x):
+    """x: LLVM would sink multiply-adds below the next wait, where two products are alive beside the sums (spills)."""
+    return gl.inline_asm_elementwise("", "=f,0", [x], dtype=gl.float32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def _promote_last(runs, sums_MN, loaded, rings, empty, slot, SCALES: gl.constexpr, PART: gl.constexpr):
+    """Wait for the only product in flight, give its slot back, promote it.  Its factors are computed meanwhile."""
+    factors = _factors(runs, loaded, rings, slot, SCALES, PART)
+    if SCALES == "ring":
+        waited = ()
+        for part in gl.static_range(len(runs)):
+            waited += (_computed_here(factors[part]),)
+        factors = waited
+    done_MN = warpgroup_mma_wait(0, deps=(sums_MN,))
+    mbarrier.arrive(empty.index(slot), count=1)
+    return _promoted(runs, done_MN, factors, SCALES)
 
 
 @gluon.jit
 def _consume(
-    scale_a,
-    scale_b,
-    bias,
-    y,
-    rings,
-    staging,
-    full,
-    empty,
-    M,
-    N,
-    K,
-    BLOCK_M: gl.constexpr,
-    BLOCK_N: gl.constexpr,
-    BLOCK_K: gl.constexpr,
-    GROUP_M: gl.constexpr,
-    STAGES: gl.constexpr,
-    PARTS: gl.constexpr,
-    BY_ROW_A: gl.constexpr,
-    BY_ROW_B: gl.constexpr,
-):
-    """The consumers' warps, four to a warpgroup, a warpgroup to 64 of a tile's rows."""
-    SUMS: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[gl.num_warps(), 1], instr_shape=[16, BLOCK_N, 32]
-    )
+    scale_a, scale_b, bias, output_scale,
+    y, amax_ptr, counts_ptr, rings, staging, full, empty,
+    M, N, K, strides,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, GROUP_M: gl.constexpr,
+    STAGES: gl.constexpr, PARTS: gl.constexpr, SCALES: gl.constexpr, ROWS_A: gl.constexpr, ROWS_B: gl.constexpr,
+    ACTIVATION: gl.constexpr, PART: gl.constexpr,
+):  # fmt: skip
+    """A consumer's four warps, which take the product number PART of each tile and group of K."""
+    SUMS: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_N, 32])
+    COUNT: gl.constexpr = amax_ptr is not None or counts_ptr is not None
+    statistics = no_statistics(ROWS, gl.SliceLayout(1, SUMS))
     slot = 0
     parity = 0
+    groups = gl.cdiv(K, BLOCK_K)
+    whole = groups // PRODUCTS * PRODUCTS
     tiles = gl.cdiv(M, BLOCK_M) * gl.cdiv(N, BLOCK_N)
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
         row, column = place_of(tile, M, N, BLOCK_M, BLOCK_N, GROUP_M)
-        acc_MN = gl.zeros((BLOCK_M, BLOCK_N), gl.float32, SUMS)
-        acc_MN, slot, parity = _sum(acc_MN, rings, full, empty, slot, parity, K, BLOCK_K, STAGES)
-        store_runs(
-            y, pieces(acc_MN, PARTS), row, column, M, N, scale_a, scale_b, bias, None, staging, 0,
-            "none", BY_ROW_A, BY_ROW_B, False,
+        row += ROWS * PART
+        rows = row + gl.arange(0, ROWS, gl.SliceLayout(1, SUMS))
+        zero_MN = gl.zeros((ROWS, BLOCK_N), gl.float32, SUMS)
+        runs = pieces(zero_MN, PARTS)  # of columns: the sums
+        after = _load_scales(scale_a, scale_b, rows, column, 0, groups, M, strides, SCALES, ROWS_A, ROWS_B)
+        for g in range(0, whole, PRODUCTS):
+            now = after  # a product's scales, and those of the product after it
+            after = _load_scales(scale_a, scale_b, rows, column, g + 1, groups, M, strides, SCALES, ROWS_A, ROWS_B)
+            sums_MN = _multiply(rings, full, slot, parity, zero_MN, PART)
+            for u in gl.static_range(1, PRODUCTS):
+                last = now
+                before = slot + 0  # a value of its own: Triton carries no alias (tests/house/test_loop_carried.py)
+                now = after
+                after = _load_scales(
+                    scale_a, scale_b, rows, column, g + u + 1, groups, M, strides, SCALES, ROWS_A, ROWS_B
+                )
+                slot, parity = advance(slot, parity, STAGES)
+                next_MN = _multiply(rings, full, slot, parity, zero_MN, PART)
+                done_MN = warpgroup_mma_wait(1, deps=(sums_MN,))  # all but the newest
+                factors = _factors(runs, last, rings, before, SCALES, PART)
+                mbarrier.arrive(empty.index(before), count=1)  # its scales have been read as well
+                runs = _promoted(runs, done_MN, factors, SCALES)
+                sums_MN = next_MN
+            runs = _promote_last(runs, sums_MN, now, rings, empty, slot, SCALES, PART)
+            slot, parity = advance(slot, parity, STAGES)
+        for g in range(whole, groups):
+            these = after
+            after = _load_scales(scale_a, scale_b, rows, column, g + 1, groups, M, strides, SCALES, ROWS_A, ROWS_B)
+            sums_MN = _multiply(rings, full, slot, parity, zero_MN, PART)
+            runs = _promote_last(runs, sums_MN, these, rings, empty, slot, SCALES, PART)
+            slot, parity = advance(slot, parity, STAGES)
+        statistics = store_runs(
+            y, runs, row, column, M, N, scale_a if SCALES == "none" else None, scale_b, bias,
+            output_scale, staging, statistics, ACTIVATION, ROWS_A == 1, ROWS_B == 1, COUNT,
         )  # fmt: skip
+    if COUNT:
+        publish_rows(amax_ptr, counts_ptr, statistics)
     tma.store_wait(0)  # shared memory goes with the program
 
 
 # M is the number of tokens: no machine code depends on what divides it, and it changes from batch to batch.
 @gluon.jit(do_not_specialize=["M"])
 def _matmul_gluon_kernel(
-    a,
-    b,
-    scale_a,
-    scale_b,
-    bias,
-    y,
-    M,
-    N,
-    K,
-    BLOCK_M: gl.constexpr,
-    BLOCK_N: gl.constexpr,
-    BLOCK_K: gl.constexpr,
-    GROUP_M: gl.constexpr,
-    STAGES: gl.constexpr,
-    PARTS: gl.constexpr,
-    BY_ROW_A: gl.constexpr,
-    BY_ROW_B: gl.constexpr,
-):
+    a, b, scale_a, scale_b, bias, output_scale,
+    y, amax_ptr, counts_ptr,
+    M, N, K, stride_scale_am, stride_scale_ak, stride_scale_bn, stride_scale_bk,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, GROUP_M: gl.constexpr,
+    STAGES: gl.constexpr, PARTS: gl.constexpr, SCALES: gl.constexpr, ROWS_A: gl.constexpr, ROWS_B: gl.constexpr,
+    ACTIVATION: gl.constexpr,
+):  # fmt: skip
+    gl.static_assert(BLOCK_M == CONSUMERS * ROWS)
     gl.static_assert(STAGES >= 2, "two products are in flight")
-    rings = (
-        gl.allocate_shared_memory(a.dtype, [STAGES, BLOCK_M, BLOCK_K], a.layout),
-        gl.allocate_shared_memory(b.dtype, [STAGES, BLOCK_N, BLOCK_K], b.layout),
-    )
-    staging = gl.allocate_shared_memory(y.dtype, [BLOCK_M, BLOCK_N // PARTS], y.layout)
-    full, empty = new_barriers(STAGES, 1)
+    a_ring = gl.allocate_shared_memory(a.dtype, [STAGES, BLOCK_M, BLOCK_K], a.layout)
+    b_ring = gl.allocate_shared_memory(b.dtype, [STAGES, BLOCK_N, BLOCK_K], b.layout)
+    if SCALES == "ring":
+        scale_a_ring = gl.allocate_shared_memory(gl.float32, [STAGES, 1, BLOCK_M], scale_a.layout)
+        scale_b_ring = gl.allocate_shared_memory(gl.float32, [STAGES, 1, BLOCK_N], scale_b.layout)
+        rings = (a_ring, b_ring, scale_a_ring, scale_b_ring)
+        scales = (scale_a, scale_b)
+    else:
+        rings = (a_ring, b_ring)
+        scales: gl.constexpr = None
+    staging_0 = gl.allocate_shared_memory(y.dtype, [ROWS, BLOCK_N // PARTS], y.layout)
+    staging_1 = gl.allocate_shared_memory(y.dtype, [ROWS, BLOCK_N // PARTS], y.layout)
+    full, empty = new_barriers(STAGES, CONSUMERS)
+    strides = (stride_scale_am, stride_scale_ak, stride_scale_bn, stride_scale_bk)
     gl.warp_specialize(
         [
             (
                 _consume,
                 (
-                    scale_a, scale_b, bias, y, rings, staging, full, empty, M, N, K,
-                    BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, STAGES, PARTS, BY_ROW_A, BY_ROW_B,
+                    scale_a, scale_b, bias, output_scale, y, amax_ptr, counts_ptr, rings, staging_0, full, empty,
+                    M, N, K, strides,
+                    BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, STAGES, PARTS, SCALES, ROWS_A, ROWS_B, ACTIVATION, 0,
                 ),
             ),
-            (produce, (a, b, None, rings, full, empty, M, N, K, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, STAGES)),
+            (
+                _consume,
+                (
+                    scale_a, scale_b, bias, output_scale, y, amax_ptr, counts_ptr, rings, staging_1, full, empty,
+                    M, N, K, strides,
+                    BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, STAGES, PARTS, SCALES, ROWS_A, ROWS_B, ACTIVATION, 1,
+                ),
+            ),
+            (produce, (a, b, scales, rings, full, empty, M, N, K, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, STAGES)),
         ],
-        [1],
-        [PRODUCER_REGISTERS],
+        [4, 1],
+        [REGISTERS, PRODUCER_REGISTERS],
     )  # fmt: skip
 
 
-def unsupported(a, b, epilogue) -> str | None:
-    """Why `matmul_gluon` cannot do this, for operands and an epilogue as in `matmul_fp8`; None where it can."""
-    if reason := gluon_ring.unsupported(a, b, epilogue):
-        return reason
-    if epilogue.out not in (torch.bfloat16, torch.float16):
-        return f"the result is not of 16 bits but {epilogue.out}"
-    if epilogue.activation != "none":
-        return f"activation {epilogue.activation}"
-    if epilogue.scale is not None:
-        return "a scale of the result"
-    if epilogue.amax is not None or epilogue.counts is not None:
-        return "statistics of the result"
-    return None
+def unsupported(a, b, epilogue, config: Config) -> str | None:
+    """Why `matmul_gluon` cannot do this, for its arguments; None where it can."""
+    if interpreted():
+        return "Gluon has no interpreter"
+    if (found := capability(a.data.device)) != (9, 0):
+        return f"written for sm_90, and this is sm_{found[0]}{found[1]}"
+    return limits.gluon(a, b, epilogue, config)
 
 
 def matmul_gluon(a, b, epilogue, config: Config) -> torch.Tensor:
-    """y [M, N] of `epilogue.out`, as `matmul_fp8` without promotion, wherever `unsupported` says None.
+    """y [M, N] of `epilogue.out`, wherever `unsupported` says None.
 
-    a.data [M, K], b.data [N, K]: FP8 codes contiguous along K.  Scales FP32: (), or [M, 1] and [N, 1].
-    epilogue: bias_N and out are used.  config: `warps` are the consumers'.
+    As a promoted `matmul_fp8`.  epilogue: everything is used.
+    config: block_m, block_n and block_k are limits.TILE.
     """
-    m, k = a.data.shape
-    n = b.data.shape[0]
+    (m, k), n = a.data.shape, b.data.shape[0]
     y_MN = torch.empty(m, n, dtype=epilogue.out, device=a.data.device)
+    scale_a, scale_b, strides = a.scale, b.scale, (0, 0, 0, 0)
+    rows_a, rows_b = (1 if scale.dim() == 2 else 0 for scale in (a.scale, b.scale))
+    way = "none"
+    if a.scaled_along_k:
+        way, rows_a, rows_b, strides = "loaded", a.rows, b.rows, (*a.scale.stride(), *b.scale.stride())
+        if rows_a == rows_b == 1:
+            way, strides = "ring", (0, 0, 0, 0)
+            scale_a = descriptor(a.scale.t(), (1, config.block_m), swizzled=False)
+            scale_b = descriptor(b.scale.t(), (1, config.block_n), swizzled=False)
     launched = _matmul_gluon_kernel[persistent_grid(m, n, config, y_MN.device)](
         descriptor(a.data, (config.block_m, config.block_k)), descriptor(b.data, (config.block_n, config.block_k)),
-        a.scale, b.scale, epilogue.bias_N,  # inputs
-        descriptor(y_MN, (config.block_m, config.block_n // config.parts)),  # output
-        m, n, k,  # sizes
+        scale_a, scale_b, epilogue.bias_N, epilogue.scale,  # inputs
+        descriptor(y_MN, (ROWS.value, config.block_n // config.parts)), epilogue.amax, epilogue.counts,  # outputs
+        m, n, k, *strides,  # sizes
         BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k, GROUP_M=config.group_m,  # constants
-        STAGES=config.stages, PARTS=config.parts, BY_ROW_A=a.scale.dim() == 2, BY_ROW_B=b.scale.dim() == 2,
-        num_warps=config.warps,
+        STAGES=config.stages, PARTS=config.parts, SCALES=way, ROWS_A=rows_a, ROWS_B=rows_b,
+        ACTIVATION=epilogue.activation,
+        num_warps=config.warps // CONSUMERS.value,
     )  # fmt: skip
     encode_once(launched)
     return y_MN

@@ -29,20 +29,10 @@ WARPS = 4
 
 @triton.jit
 def _scale_update_kernel(
-    history,
-    live,
-    rules,
-    H,
-    S,
-    stride_hh,
-    stride_hs,
-    stride_lr,
-    stride_ls,
-    stride_rr,
-    stride_rs,
-    ROWS: tl.constexpr,
-    SLOTS: tl.constexpr,
-):
+    history, live, rules,
+    H, S, stride_hh, stride_hs, stride_lr, stride_ls, stride_rr, stride_rs,
+    ROWS: tl.constexpr, SLOTS: tl.constexpr,
+):  # fmt: skip
     slot = tl.program_id(0).to(tl.int64) * SLOTS + tl.arange(0, SLOTS)
     inside = slot < S
     amax = tl.load(live + slot * stride_ls, mask=inside, other=-1.0)

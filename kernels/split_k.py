@@ -91,25 +91,12 @@ def sums_of(m: int, n: int, k: int, config: Config, epilogue, where: torch.devic
 
 @triton.jit(do_not_specialize=["M", "PARTS"])
 def _add_parts_kernel(
-    part,
-    scale_a,
-    scale_b,
-    bias,
-    output_scale,
-    y,
-    amax_ptr,
-    counts_ptr,
-    M,
-    N,
-    PARTS,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BY_ROW_A: tl.constexpr,
-    BY_ROW_B: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    OUT: tl.constexpr,
-    ADD: tl.constexpr,
-):
+    part, scale_a, scale_b, bias, output_scale,
+    y, amax_ptr, counts_ptr,
+    M, N, PARTS,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BY_ROW_A: tl.constexpr, BY_ROW_B: tl.constexpr,
+    ACTIVATION: tl.constexpr, OUT: tl.constexpr, ADD: tl.constexpr,
+):  # fmt: skip
     COUNT: tl.constexpr = amax_ptr is not None or counts_ptr is not None
     row = tl.program_id(1) * BLOCK_M
     column = tl.program_id(0) * BLOCK_N

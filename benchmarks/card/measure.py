@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from benchmarks import block, casts, checks, experts, generate, peers
+from benchmarks import block, casts, checks, experts, generate, graphs, model, networks, peers
 from benchmarks.card import sweep
 from benchmarks.card.gluon import gluon_variants
 from benchmarks.card.plan import CHUNKS
@@ -69,7 +69,7 @@ class Group:
 
     def timer(self, turns: int) -> Timer:
         """The card's clock."""
-        return Timer.of(self.where, None, turns, (turns, turns))
+        return Timer.of(self.where, turns, turns)
 
 
 def fatal(error: Exception) -> bool:
@@ -146,7 +146,7 @@ def run_sweep(group: Group) -> None:
 
 def run_linear(group: Group) -> None:
     """A Linear, eager."""
-    ways, timer = linear.variants(group.where, compiled=False), group.timer(20)
+    ways, timer = linear.variants(group.where, in_graphs=False), group.timer(20)
     group.each(
         linear.SHAPES["cuda"], lambda it: group.sink.rows("linear", linear.compare(it, group.where, ways, timer))
     )
@@ -156,7 +156,7 @@ def run_tuned(group: Group) -> None:
     """The same on what the card's trials choose.  What they say of themselves is kept."""
     told, log = logging.Handler(), logging.getLogger("fp8engine")
     told.emit = lambda record: group.sink.write("note", text=record.getMessage())  # type: ignore[method-assign]
-    ways, timer = linear.variants(group.where, compiled=False), group.timer(20)
+    ways, timer = linear.variants(group.where, in_graphs=False), group.timer(20)
     log.addHandler(told)
     group.each(linear.SHAPES["cuda"], lambda it: group.sink.rows("tuned", linear.compare(it, group.where, ways, timer)))
     log.removeHandler(told)
@@ -164,25 +164,27 @@ def run_tuned(group: Group) -> None:
 
 def run_block(group: Group) -> None:
     """Decoder blocks, eager."""
-    ways, timer = steps.variants(group.where, compiled=False), group.timer(10)
+    ways, timer = networks.variants(group.where, in_graphs=False), group.timer(10)
     group.each(block.CASES["cuda"], lambda it: group.sink.rows("steps", steps.compare(it, group.where, ways, timer)))
 
 
 def run_model(group: Group) -> None:
     """A model that the host bounds in eager code; compiled, and in CUDA graphs, which need no host."""
-    names, eager = (steps.BASE, "fp8engine current"), steps.variants(group.where, compiled=False)
+    names, eager = (steps.BASE, "fp8engine current"), steps.variants(group.where, in_graphs=False)
+    by_compile = "CUDA graphs"
     every = {name: eager[name] for name in names}
     if group.where.type == "cuda":
-        more = [(name, graph) for name in names for graph in (steps.WHOLE, steps.GRAPHS, steps.GRAPH)]
-        more += [(f"fp8engine {recipe}", steps.GRAPHS) for recipe in steps.RECIPES[1:]]
-        every |= {f"{name}, {graph}": eager[name]._replace(graph=graph) for name, graph in more}
+        runs = {"compiled": steps.compiled, by_compile: graphs.by_compile, "one CUDA graph": graphs.whole}
+        more = [(name, way) for name in names for way in runs]
+        more += [(f"fp8engine {recipe}", by_compile) for recipe in steps.RECIPES[1:]]
+        every |= {f"{name}, {way}": eager[name]._replace(run=runs[way]) for name, way in more}
         if reason := without_torchao():
             group.sink.write("note", text=f"torchao {harness.NOT_MEASURED}: {reason}")
         else:
-            every[f"torchao tensorwise, {steps.GRAPHS}"] = steps.Variant(steps.torchao, steps.GRAPHS)
+            every[f"torchao tensorwise, {by_compile}"] = steps.Variant(steps.torchao, graphs.by_compile)
     timer = group.timer(10)
     group.each(
-        steps.MODELS["cuda"][:1],
+        model.CASES["cuda"][:1],
         lambda it: group.sink.rows("steps", steps.compare(it, group.where, every, timer)),
     )
 
@@ -203,7 +205,7 @@ def run_compiled(group: Group) -> None:
         lambda it: f"Inductor's cast {it}",
     )
     names = (linear.BASE, "bf16 nn.Linear, compiled", "torchao tensorwise, compiled", "fp8engine current, compiled")
-    ways = {name: way for name, way in linear.variants(group.where, compiled=True).items() if name in names}
+    ways = {name: way for name, way in linear.variants(group.where, in_graphs=True).items() if name in names}
     for shape in linear.SHAPES["cuda"][:2] if reason else ():
         row = {"name": names[2], "shape": list(shape), "correct": None, "why": f"{harness.NOT_MEASURED}: {reason}"}
         group.sink.rows("linear", [row])
@@ -213,11 +215,11 @@ def run_compiled(group: Group) -> None:
         lambda it: f"compiled Linear {it}",
     )
     names = (steps.BASE, steps.COMPILED, "torchao tensorwise, compiled", "layer current, compiled")
-    blocks = {name: way for name, way in steps.variants(group.where, compiled=True).items() if name in names}
+    blocks = {name: way for name, way in networks.variants(group.where, in_graphs=True).items() if name in names}
     group.each(
         block.CASES["cuda"][:1],
         lambda it: group.sink.rows("steps", steps.compare(it, group.where, blocks, timer)),
-        lambda it: f"compiled block {it[1]}",
+        lambda it: f"compiled {it}",
     )
 
 

@@ -5,12 +5,23 @@ python benchmarks/gpu.py --table FILE
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.card import records
 from benchmarks.card.plan import PLAN, Group
 from benchmarks.card.records import Record
+
+BENCHES = {  # in the order of the table
+    "gemm": "matmuls",
+    "casts": "casts",
+    "linear": "a Linear, forward and backward",
+    "tuned": "a Linear, on kernels that this card's own trials chose",
+    "steps": "blocks and models, forward and backward",
+    "experts": "grouped matmuls of experts",
+    "graphs": "eager beside a CUDA graph, and the host's time",
+    "generate": "generation",
+}
 
 
 def text(file: Path, plan: Sequence[Group] = PLAN) -> str:
@@ -19,10 +30,10 @@ def text(file: Path, plan: Sequence[Group] = PLAN) -> str:
     lines = [_machine(every)]
     lines += [_state(group.name, group.what, every) for group in plan]
     lines += _failures(every, plan)
-    for bench, (heading, line) in _benches().items():
+    for bench, heading in BENCHES.items():
         rows = [record["row"] for record in every if record["kind"] == "row" and record.get("bench") == bench]
         if rows:
-            lines += ["", heading, *(_shown(line, row) for row in rows)]
+            lines += ["", heading, *map(_shown, rows)]
     lines += _summary(every)
     lines += _notes(every)
     if broken:
@@ -90,32 +101,18 @@ def _failures(every: list[Record], plan: Sequence[Group]) -> list[str]:
     return ["", *lines] if lines else []
 
 
-def _benches() -> dict[str, tuple[str, Callable[[Record], str]]]:
-    """Heading and line of each benchmark, in the order of the table."""
-    from benchmarks import casts, experts, gemm, generate, peers
-    from fp8engine.bench import linear, steps
+def _shown(row: Record) -> str:
+    from fp8engine.bench import harness
 
-    return {
-        "gemm": (f"matmuls\n{gemm.HEADINGS}", gemm.line),
-        "casts": ("casts", casts.line),
-        "linear": ("a Linear, forward and backward", linear.line),
-        "tuned": ("a Linear, on kernels that this card's own trials chose", linear.line),
-        "steps": ("blocks and models, forward and backward", steps.line),
-        "experts": ("grouped matmuls of experts, TFLOP/s", experts.line),
-        "graphs": ("eager beside a CUDA graph, and the host's time", peers.graph_line),
-        "generate": ("generation", generate.line),
-    }
-
-
-def _shown(line: Callable[[Record], str], row: Record) -> str:
     try:
-        return line(row)
+        return harness.line(row)
     except (KeyError, TypeError, ValueError, AttributeError) as error:  # a line of garbage must not hide the others
         return f"{row.get('name') if isinstance(row, dict) else row}: this row cannot be shown ({error!r})"
 
 
 def _summary(every: list[Record]) -> list[str]:
-    from fp8engine.bench import gemm, harness
+    from benchmarks import gemm
+    from fp8engine.bench import harness
 
     rows = [record["row"] for record in every if record["kind"] == "row" and record.get("bench") == "gemm"]
     if not rows:

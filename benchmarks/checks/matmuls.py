@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
-from functools import partial
 
 import torch
 
@@ -18,7 +17,7 @@ from fp8engine.numerics.formats import E4M3, E5M2, FP16, FP32, Format
 from fp8engine.ops import device, reference, triton_backend
 from fp8engine.ops.reference import Epilogue, Operand
 
-GLUON = ("fast", "promoted", "128x128", "1x128")  # what is multiplied by the warp-specialised kernels
+GLUON = ("promoted", "128x128", "1x128")  # what is multiplied by the warp-specialised kernel
 GLUON_SHAPES = ((4, 16, 16), (64, 64, 128), (132, 272, 144), (1024, 2048, 4096), (4100, 1040, 2064))
 PAIRS = ((E4M3, E4M3), (E5M2, E4M3), (E4M3, E5M2))
 SHAPES = (
@@ -202,34 +201,26 @@ def launches(where: torch.device) -> str | None:
 
 
 def gluon(where: torch.device, way: str) -> str | None:
-    """A warp-specialised kernel against the Triton one, which takes its sums in the same order: bit for bit.
+    """The warp-specialised kernel against the Triton one, which takes its sums in the same order: bit for bit.
 
     Integers, and scales that are no powers of two where they are added in FP32.
     """
-    from fp8engine.kernels import matmul_gluon, matmul_gluon_scaled
     from fp8engine.kernels.matmul import matmul_fp8
+    from fp8engine.kernels.matmul_gluon import matmul_gluon, unsupported
     from fp8engine.kernels.tuning import Config
 
     tile = Config(128, 128, 128)
-    wide, scaled = Config(128, 256, 128, parts=2, kernel="gluon"), tile._replace(stages=5, parts=2, kernel="gluon")
+    config = tile._replace(stages=5, parts=2, kernel="gluon")
     for m, n, k in GLUON_SHAPES:
         for by_row in (False, True):
             end = Epilogue(torch.randint(-3, 4, (n,), device=where).bfloat16() if by_row else None)
-            if way in ("fast", "promoted"):
+            if way == "promoted":
                 a, b = (integers(where, rows, k, E4M3, by_row) for rows in (m, n))
             else:
                 a, b = uneven(in_blocks(where, m, k, 1)), uneven(in_blocks(where, n, k, 1 if way == "1x128" else 128))
-            if way == "fast":
-                reason = matmul_gluon.unsupported(a, b, end)
-                launch, twin = matmul_gluon.matmul_gluon, lambda a, b, end: matmul_fp8(a, b, end, False, tile)
-                config = wide
-            else:
-                reason = matmul_gluon_scaled.unsupported(a, b, end, scaled)
-                launch, config = matmul_gluon_scaled.matmul_gluon_scaled, scaled
-                twin = partial(matmul_fp8, promoted=True, config=tile)
-            if reason:
+            if reason := unsupported(a, b, end, config):
                 return f"{m}x{n}x{k}: {reason}"
-            found, wanted = launch(a, b, end, config), twin(a, b, end)
+            found, wanted = matmul_gluon(a, b, end, config), matmul_fp8(a, b, end, promoted=True, config=tile)
             if not torch.equal(found, wanted):
                 return f"{m}x{n}x{k}, by_row={by_row}: {int((found != wanted).sum())} of {wanted.numel()} differ"
     return None

@@ -1,8 +1,9 @@
 """Keys of compiled launches: a launch whose key is the committed one has the machine code and the verdict it had.
 
-A key is a hash of all that the two are made from: the sources of the kernel's module and of every module of kernels/
-that it imports, at any remove; what Triton is told (signature, constants, alignment, options, card, programs); Triton's
-version, whose wheel has ptxas; the case's part in the judgement; its sources.  A comment changes it too.
+A key is a hash of all that the two are made from: what is compiled of the kernel's module and of every module of
+kernels/ that it imports, at any remove; what Triton is told (signature, constants, alignment, options, card, programs);
+Triton's version, whose wheel has ptxas; the case's part in the judgement; its sources.  What is compiled: functions
+under `jit` and what they name; not the launchers, whose doing is in what Triton is told, and no comment.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import ast
 import functools
 import hashlib
+from collections.abc import Iterable
 from pathlib import Path
 
 import triton
@@ -44,15 +46,57 @@ def _judgement() -> str:
 
 @functools.cache
 def _sources(name: str, folder: Path) -> list[str]:
-    """The texts of a module of kernels/ and of all that it imports from there, by name."""
+    """What is compiled of a module of kernels/ and of all that it imports from there, by name."""
     found: dict[str, str] = {}
     waiting = [name]
     while waiting:
         name = waiting.pop()
         if name not in found:
-            found[name] = (folder / f"{name}.py").read_text()
+            found[name] = compiled((folder / f"{name}.py").read_text())
             waiting += imported(found[name])
     return [found[name] for name in sorted(found)]
+
+
+def compiled(source: str) -> str:
+    """The functions of a module under `jit`, the constants and imports that they name, without comments and docstrings.
+
+    >>> kernel = "@triton.jit\\ndef f(x,\\n      y):\\n    return x + A  # why"
+    >>> print(compiled(f"A, B = 1, 2\\nimport math\\n{kernel}\\ndef g():\\n    return math.pi"))
+    A, B = (1, 2)
+    @triton.jit
+    def f(x, y):
+        return x + A
+    """
+    statements = ast.parse(source).body
+    kept = [node for node in statements if isinstance(node, ast.FunctionDef) and _is_compiled(node)]
+    for function in kept:
+        if ast.get_docstring(function) is not None:
+            del function.body[0]
+    while found := [node for node in statements if node not in kept and _binds(node) & _names(kept)]:
+        kept += found
+    for node in kept:
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            node.names = [alias for alias in node.names if _bound(alias) in _names(kept)]
+    return "\n".join(ast.unparse(node).strip() for node in statements if node in kept)
+
+
+def _is_compiled(function: ast.FunctionDef) -> bool:
+    return any("jit" in ast.unparse(decorator).partition("(")[0] for decorator in function.decorator_list)
+
+
+def _names(nodes: Iterable[ast.stmt]) -> set[str]:
+    return {each.id for node in nodes for each in ast.walk(node) if isinstance(each, ast.Name)}
+
+
+def _binds(node: ast.stmt) -> set[str]:
+    """The names that an import or an assignment makes."""
+    if isinstance(node, (ast.Import, ast.ImportFrom)):
+        return {_bound(alias) for alias in node.names}
+    return _names([node]) if isinstance(node, (ast.Assign, ast.AnnAssign)) else set()
+
+
+def _bound(alias: ast.alias) -> str:
+    return (alias.asname or alias.name).partition(".")[0]
 
 
 def imported(source: str) -> set[str]:

@@ -38,7 +38,6 @@ CAPPED = "80 registers are what each of its threads is given (quantize_groups.Ti
 COMPILER = (
     "what this Triton's compiler makes of the same source; no change of the source was sought, no card has measured it"
 )
-CODES = "its sum has codes of its own (kernels/scaling.py); what other Tritons make of that was not compiled yet"
 BY_MEMORY = "limited by memory: fewer programs of more registers have loads in flight too; no card has measured it"
 NEW = ("3.7.1", "3.8.0", "3.9.0")
 REASONS: tuple[Reason, ...] = (
@@ -53,17 +52,14 @@ REASONS: tuple[Reason, ...] = (
         "nothing, but wait for TMA eight times a tile, and write FP8 rows of 16 bytes with every Triton",
     ),
     Reason(("3.9.0",), "matmul_fp16 across K sm_90 64x128x64 g8 w4 s4 p1 tma * gelu+amax", "spills", 28, ONCE),
-    Reason(("3.9.0",), "cast_transpose 1x128 sums sm_90: 1 *", "spills", 8, FEW),
-    Reason(("3.9.0",), "act backward clamped_swiglu predicted sm_90: 1 *", "spills", 8, COMPILER),
     Reason(("3.6.0",), "matmul_block 1x128 1x128 sm_89 128x64x128 * odd N gelu+amax", "spills", 72, COMPILER),
     Reason(("3.6.0",), "matmul_fp16 across K sm_89 64x64x32 * s3 * fp32", "spills", 24, COMPILER),
-    Reason(("3.6.0",), "act geglu_tanh predicted sm_90: 1 *", "spills", 20, COMPILER),
-    Reason(("3.6.0",), "act backward gelu predicted transposed sm_90: 1 *", "spills", 8, COMPILER),
-    Reason(("3.6.0",), "act clamped_swiglu *predicted transposed sm_90: 1 *", "spills", 12, COMPILER),
+    Reason(("3.6.0",), "act backward glu predicted sm_90: 1 *", "spills", 8, COMPILER),
+    Reason(("3.6.0",), "norm rms 4096 row sm_90", "spills", 8, COMPILER),
     Reason(("3.8.0",), "norm layer 16384 current sm_90: 1 *", "spills", 32, COMPILER),
-    Reason(("3.8.0",), "norm layer 4096 *", "spills", 12, COMPILER),
-    Reason(("3.8.0",), "cast_transpose 1x128 sums sm_89: 1 *", "spills", 92, COMPILER),
-    Reason(("3.9.0",), "cast_transpose 128x128*sm_90*", "spills", 32, FULL),
+    Reason(("3.8.0",), "cast_transpose 1x128 sums sm_89: 1 *", "spills", 344, COMPILER),
+    Reason(("3.9.0",), "cast_transpose 128x128*sm_90*", "spills", 44, FULL),
+    Reason(("3.9.0",), "cast_transpose tensor predicted odd sums sm_90: 1 *", "spills", 96, COMPILER),
     Reason(("3.9.0",), "quantize_experts 128x128 bfloat16 sm_90", "spills", 8, FEW),
     Reason(("3.9.0",), "quantize tensor predicted bfloat16 sm_90: 1 *", "spills", 8, FEW),
     Reason(("3.9.0",), "quantize 128x128 odd sm_90", "spills", 96, CAPPED),
@@ -78,8 +74,7 @@ REASONS: tuple[Reason, ...] = (
     Reason(baselines.RANGE, "matmul_fp8 * ptr * odd K added", "programs", 1, COMPILER),
     Reason(baselines.RANGE, "matmul_fp16 across K * ptr * odd K gelu+amax", "programs", 1, COMPILER),
     Reason(baselines.RANGE, "cast_transpose * odd sums *_column_sums_kernel", "programs", 5, BY_MEMORY),
-    Reason(NEW, "add_parts *", "programs", 4, BY_MEMORY),
-    Reason(("3.7.1",), "attention * causal sm_89", "ceiling", 57, CODES),
+    Reason(("3.8.0", "3.9.0"), "attention 128 full sm_90", "ceiling", 29, COMPILER),
     Reason(baselines.RANGE, "cast_transpose *", "programs", 1, BY_MEMORY),
     Reason(baselines.RANGE, "quantize *", "programs", 1, BY_MEMORY),
     Reason(baselines.RANGE, "quantize_experts *", "programs", 1, BY_MEMORY),

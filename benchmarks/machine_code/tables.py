@@ -13,7 +13,6 @@ PRODUCTS = {  # as the table calls it -> a row of the baseline
     "FP8 fast 128x256x128, 8 warps": "matmul_fp8 tensor sm_90 128x256x128 g8 w8 s3 p2 tma flat plain",
     "the same, bias + GELU + FP8 result + amax": ("matmul_fp8 tensor sm_90 128x256x128 g8 w8 s3 p2 tma flat gelu+amax"),
     "FP8 fast 128x128x128, 8 warps": "matmul_fp8 tensor sm_90 128x128x128 g8 w8 s5 p1 tma plain",
-    "Gluon fast 128x256x128, 1 + 8 warps": "matmul_gluon fast tensor sm_90 128x256x128 g8 w8 s4 p2 gluon",
     "FP8 promoted 128x128x128, 8 warps": f"matmul_fp8_promoted tensor {TILE} s5 p4 tma plain",
     "Gluon promoted, 1 + 4 + 4 warps": f"matmul_fp8_promoted tensor {TILE} s5 p4 gluon plain",
     "blocks 1x128 by 128x128": f"matmul_block 1x128 128x128 {TILE} s5 p2 tma plain",

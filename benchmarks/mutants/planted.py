@@ -48,7 +48,7 @@ FAMILIES = {
     "casts": ("scaling", "rounding", "quantize", "quantize_groups", "quantize_lines", "column_sums"),
     "norms": ("norm_quantize", "act_quantize", "activations", "produce"),
     "matmuls": ("tile", "epilogue", "matmul"),
-    "Gluon": ("gluon_ring", "matmul_gluon", "matmul_gluon_scaled"),
+    "Gluon": ("gluon_ring", "matmul_gluon"),
     "split-K": ("split_k",),
     "grouped": ("matmul_grouped", "quantize_experts", "expert_rows"),
     "attention": ("attention", "attention_cast", "attention_backward"),

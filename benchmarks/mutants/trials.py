@@ -142,8 +142,7 @@ WAYS = {
         "kernels/scale_update.py": Suite(emulated("memory", "the_update_of_scales_is_its_twin_bit_for_bit"), "90"),
         "kernels/split_k.py": Suite(("tests/emulated/test_emulated_split_k.py",), "part or split"),
         "kernels/gluon_ring.py": Suite((PLANTED, *OF_EPILOGUES), "without_a_bug or epilogue or nan"),
-        "kernels/matmul_gluon.py": Suite((PLANTED,), "without_a_bug and specialised"),
-        "kernels/matmul_gluon_scaled.py": Suite((PLANTED, *OF_EPILOGUES), "consumers_is_right or epilogue or nan"),
+        "kernels/matmul_gluon.py": Suite((PLANTED, *OF_EPILOGUES), "consumers_is_right or epilogue or nan"),
     },
 }
 

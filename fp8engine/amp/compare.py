@@ -90,21 +90,11 @@ class Comparison:
     def to_dict(self) -> dict:
         """Everything, in types that JSON knows (inf as a float)."""
         first = self.first()
-        return {
-            "low": self.low,
-            "high": self.high,
-            "threshold": self.threshold,
-            "first": None if first is None else first.name,
-            "layers": [
-                {
-                    **asdict(layer),
-                    "dtypes": list(layer.dtypes),
-                    "sqnr_db": layer.sqnr_db,
-                    "diverges": self.diverges(layer),
-                }
-                for layer in self.layers
-            ],
-        }
+        layers = [
+            asdict(layer) | {"dtypes": list(layer.dtypes), "sqnr_db": layer.sqnr_db, "diverges": self.diverges(layer)}
+            for layer in self.layers
+        ]
+        return vars(self) | {"first": None if first is None else first.name, "layers": layers}
 
     def table(self, width: int = 120) -> str:
         """The layers as text, `width` columns wide; the first divergence below."""

@@ -31,18 +31,12 @@ from fp8engine.amp.autocast import autocast, check_bf16
 from fp8engine.amp.lists import UNCHANGED, OpLists
 from fp8engine.amp.master import MasterWeights
 from fp8engine.amp.mixed import in_fp32, mixed, reduced
-from fp8engine.amp.pin import CONTAINERS, Fp32Pinned, pin_fp32
-from fp8engine.amp.scaled import ScaledOptimizer, Scaling
+from fp8engine.amp.pin import CONTAINERS, is_pinned, pin_fp32
+from fp8engine.amp.scaled import ScaledOptimizer
 from fp8engine.amp.scaler import GradScaler
 from fp8engine.amp.tensors import NARROW, SIXTEEN_BIT, cast_all, device_type
 from fp8engine.amp.wrapped import is_wrapped, parameters_of
-from fp8engine.errors import (
-    ConversionError,
-    LossScaleError,
-    OptimizerError,
-    UnknownName,
-    UnsupportedDtype,
-)
+from fp8engine.errors import ConversionError, LossScaleError, OptimizerError, UnknownName, UnsupportedDtype
 
 LEVELS = ("O1", "O2")
 NORMS = (_torch.norm_base, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
@@ -76,7 +70,7 @@ class Decorated:
         return cast_all(output, SIXTEEN_BIT, torch.float32)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return reduced(Decorated, self)
+        return reduced(Decorated, self, protocol)
 
 
 class Options(TypedDict, total=False):
@@ -141,8 +135,8 @@ def decorate(
     low = [any(p in cast or p.dtype in SIXTEEN_BIT for p in _parameters(one)) for one in optimizers]
     masters = low if master_weights is None else [master_weights] * len(low)
     _check_optimizers(optimizers, set(parameters), low, masters)
-    scaling = _scaling(scaler, dtype, bool(optimizers), parameters[0].device)
-    scales = scaling is not None and scaling.scaler.is_enabled()
+    loss_scaler = _loss_scaler(scaler, dtype, bool(optimizers), parameters[0].device)
+    scales = loss_scaler is not None and loss_scaler.is_enabled()
     if scales and dtype == torch.float16 and any(low) and not all(masters):
         raise LossScaleError(
             "16-bit parameters without FP32 masters have gradients that no scaler can unscale:"
@@ -160,8 +154,9 @@ def decorate(
         MasterWeights(one, originals=originals) if needed else _with_state_cast(one)
         for one, needed in zip(optimizers, masters, strict=True)
     ]
-    if scaling is not None:
-        wrapped = [ScaledOptimizer(one, scaling) for one in wrapped]
+    if loss_scaler is not None:
+        together: list[ScaledOptimizer] = []
+        wrapped = [ScaledOptimizer(one, loss_scaler, together) for one in wrapped]
     given = [(model, models), (optimizer, wrapped)]
     made = [done if isinstance(one, (list, tuple)) else done[0] for one, done in given if one is not None]
     return made[0] if len(made) == 1 else tuple(made)
@@ -267,7 +262,7 @@ def _callable(module: nn.Module) -> Iterator[nn.Module]:
 
 def _to_cast(models: list[nn.Module], kept: list[nn.Module]) -> dict[nn.Parameter, None]:
     """The parameters that O2 casts: not the kept modules', not even where another module shares them."""
-    pinned = [module for model in models for module in model.modules() if isinstance(module, Fp32Pinned)]
+    pinned = [module for model in models for module in model.modules() if is_pinned(module)]
     stay = {p for module in [*kept, *pinned] for p in module.parameters()}
     every = (p for model in models for p in model.parameters())
     return {p: None for p in every if p not in stay and p.dtype in NARROW}
@@ -298,13 +293,13 @@ def _with_state_cast(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     return optimizer
 
 
-def _scaling(
+def _loss_scaler(
     scaler: bool | torch.amp.GradScaler | None, dtype: torch.dtype, steps: bool, device: torch.device
-) -> Scaling | None:
+) -> torch.amp.GradScaler | None:
     if scaler is False or not steps:
         if scaler:
             raise ConversionError("decorate(scaler=): a model alone has no step to unscale in; give the optimizer too")
         return None
     if isinstance(scaler, torch.amp.GradScaler):
-        return Scaling(scaler)
-    return Scaling(GradScaler(device, enabled=dtype == torch.float16 or scaler is True))
+        return scaler
+    return GradScaler(device, enabled=dtype == torch.float16 or scaler is True)

@@ -9,6 +9,7 @@ signature that callers inspect.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -27,14 +28,16 @@ def mixed(mixin: type, kind: type[nn.Module]) -> type:
     return type(kind.__name__, (mixin, kind), body)
 
 
-def plain(mixin: type, kind: type) -> type:
-    """The class that a module had before `mixin`."""
-    return kind.__mro__[kind.__mro__.index(mixin) + 1]
+def reduced(mixin: type, module: Any, protocol: Any) -> tuple:
+    """What `__reduce_ex__` of a mixin returns: pickle finds a class by its name, and one made at run time has none.
 
-
-def reduced(mixin: type, module: Any) -> tuple:
-    """What `__reduce_ex__` of a mixin returns: pickle finds a class by its name, and one made at run time has none."""
-    return _rebuild, (mixin, plain(mixin, type(module))), module.__getstate__()
+    So what the module is below the mixin is made first, in its own way where it has one, and mixed then.
+    """
+    mro = type(module).__mro__
+    kind: Any = mro[mro.index(mixin) + 1]
+    own = kind.__reduce_ex__ is not object.__reduce_ex__
+    make, args, *state = kind.__reduce_ex__(module, protocol) if own else (_new, (kind,), module.__getstate__())
+    return _rebuild, (mixin, make, args), *state
 
 
 def fp32(device_type: str) -> torch.autocast:
@@ -48,6 +51,11 @@ def in_fp32(device_type: str) -> bool:
     return torch.get_autocast_dtype(device_type) == torch.float32
 
 
-def _rebuild(mixin: type, kind: type[nn.Module]) -> Any:
-    made: Any = mixed(mixin, kind)
-    return made.__new__(made)
+def _new(kind: Any) -> Any:
+    return kind.__new__(kind)
+
+
+def _rebuild(mixin: type, make: Callable[..., Any], args: tuple) -> Any:
+    module = make(*args)
+    module.__class__ = mixed(mixin, type(module))
+    return module

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from fp8engine._torch import OpOverload, TorchDispatchMode
+from fp8engine._torch import TorchDispatchMode
 from fp8engine.amp.tensors import floating
 from fp8engine.amp.text import FOLD, RIGHT, as_text, precision
 
@@ -48,14 +48,10 @@ class OpStats:
 
     def to_dict(self) -> dict:
         """Everything, in types that JSON knows."""
-        return {
-            "ops": {name: dict(counts) for name, counts in self.ops.items()},
-            "upcast": dict(self.upcast),
-            "casts": [
-                {"from": source, "to": target, "calls": calls, "elements": elements}
-                for (source, target), (calls, elements) in self.casts.items()
-            ],
-        }
+        names = ("from", "to", "calls", "elements")
+        casts = [dict(zip(names, (*dtypes, *counts), strict=True)) for dtypes, counts in self.casts.items()]
+        ops = {name: dict(counts) for name, counts in self.ops.items()}
+        return {"ops": ops, "upcast": dict(self.upcast), "casts": casts}
 
     def table(self, width: int = 100) -> str:
         """Operators, most called first, and casts as text, `width` columns wide."""
@@ -111,7 +107,7 @@ class _Counting(TorchDispatchMode):
         if name in CASTS:
             if len(inputs) > CASTS[name]:  # else what it reads is no floating tensor
                 self._cast(inputs[CASTS[name]], result)
-        elif name in COPIES or _is_view(func):
+        elif name in COPIES or func.is_view:
             if inputs and inputs[0] in self.widened:
                 self.widened.update(dict.fromkeys(floating(result)))
         elif name not in ALLOCATIONS and (counted := floating(result) or inputs):
@@ -127,8 +123,3 @@ class _Counting(TorchDispatchMode):
         count[1] += result.numel()
         if result.dtype.itemsize > source.dtype.itemsize:
             self.widened[result] = None
-
-
-def _is_view(func: OpOverload) -> bool:
-    returns = [result.alias_info for result in func._schema.returns]
-    return any(alias is not None and not alias.is_write for alias in returns)

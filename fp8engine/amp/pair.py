@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from fp8engine import _torch
-from fp8engine.amp.tensors import SIXTEEN_BIT
+from fp8engine.amp.tensors import SIXTEEN_BIT, Stamp
 from fp8engine.errors import OptimizerError
 
 
@@ -24,7 +24,7 @@ class Pair:
 
     def __init__(self, parameter: nn.Parameter, master: nn.Parameter):
         self.parameter, self.master = parameter, master
-        self.copied: tuple[int, int] | None = None  # id and version of the gradient that the master's was made of
+        self.copied: Stamp | None = None  # of the gradient that the master's was made of
         self.accumulated = False  # a backward pass has added to the gradient since
         self.overwritten = False  # other code has written it, when the masters' had been changed too
         self.shown: tuple[torch.Tensor, int] | None = None  # sum of magnitudes and version of what the caller was given
@@ -54,11 +54,10 @@ class Pair:
         if grad is None:
             self.forget()
             return False
-        version = (id(grad), grad._version)
-        if not self.accumulated and self.copied == version:
+        if not self.accumulated and self.copied is not None and self.copied.unchanged(grad):
             return False
         self.overwritten = self.copied is not None and not self.accumulated
-        self.copied, self.accumulated = version, False
+        self.copied, self.accumulated = Stamp(grad), False
         return True
 
     def forget(self) -> None:

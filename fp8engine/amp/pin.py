@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.func import functional_call
 
-from fp8engine.amp.mixed import fp32, mixed, plain, reduced
+from fp8engine.amp.mixed import fp32, mixed, reduced
 from fp8engine.amp.tensors import SIXTEEN_BIT, cast_all, device_type, tensors
 from fp8engine.errors import ConversionError, UnknownName
 
@@ -32,7 +32,9 @@ class Fp32Pinned:
     _fp32_output: str
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's own forward, in FP32."""
+        """The module's own forward, in FP32 while it is pinned."""
+        if not is_pinned(self):
+            return super().forward(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
         where = device_type(self, (args, kwargs))
         low = next((x.dtype for x in tensors((args, kwargs)) if x.dtype in SIXTEEN_BIT), None)
         casts = torch.is_autocast_enabled(where) or hasattr(self, "_fp8engine_amp")  # a decorated model returns FP32
@@ -57,7 +59,7 @@ class Fp32Pinned:
         return output
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return reduced(Fp32Pinned, self)
+        return reduced(Fp32Pinned, self, protocol)
 
 
 class _Own(nn.Module):
@@ -80,15 +82,22 @@ class Pin:
 
     def remove(self) -> None:
         """Unpin; a second call, or one after another pin of the module was removed, changes nothing."""
-        if isinstance(self.module, Fp32Pinned):
-            self.module.__class__ = plain(Fp32Pinned, type(self.module))
-            self.module.__dict__.pop("_fp32_output", None)
+        kind = type(self.module)
+        if is_pinned(self.module):
+            del self.module._fp32_output
+            if kind.__bases__[0] is Fp32Pinned:  # else another class was put around it since, and stays
+                self.module.__class__ = kind.__bases__[1]
 
     def __enter__(self) -> Pin:
         return self
 
     def __exit__(self, *exc: object) -> None:
         self.remove()
+
+
+def is_pinned(module: Any) -> bool:
+    """Whether a module is pinned to FP32."""
+    return hasattr(module, "_fp32_output")
 
 
 def pin_fp32(module: nn.Module, *, output: str = "auto") -> Pin:

@@ -27,39 +27,17 @@ from fp8engine.amp.wrapped import Wrapped, parameters_of
 from fp8engine.errors import OptimizerError
 
 SCALER = "scaler"  # key in the state_dict, beside torch's own two
-
-
-class Scaling:
-    """One scaler for optimizers that were decorated together; an iteration ends when all of them have stepped."""
-
-    def __init__(self, scaler: torch.amp.GradScaler):
-        self.scaler = scaler
-        self.optimizers: list[ScaledOptimizer] = []
-
-    def backward(self, loss: torch.Tensor, **options: Any) -> None:
-        """Gradients of the scaled loss, for all optimizers."""
-        watched = self.optimizers if self.scaler.is_enabled() else []
-        for optimizer in watched:
-            optimizer._before_pass()
-        self.scaler.scale(loss).backward(**options)
-        for optimizer in watched:
-            optimizer._after_pass()
-
-    def step(self, optimizer: ScaledOptimizer) -> Any:
-        """Step one optimizer, or skip it; after the last of them update the scale."""
-        result = self.scaler.step(optimizer.inner)
-        if all(one._is(OptState.STEPPED) for one in self.optimizers):
-            self.scaler.update()
-        return result
+KEPT = ("inner", "scaler", "_together")  # by a copy, and in a file
 
 
 class ScaledOptimizer(Wrapped):
     """What `decorate` returns for an optimizer: backward(loss) and step() scale, unscale, skip and update.
 
-    scaler: the GradScaler inside (statistics, hooks).  state_dict is the inner optimizer's, the scaler's added.
+    scaler: the GradScaler inside (statistics, hooks).  together: the list of all that share it, to which each adds
+    itself; an iteration ends when all of them have stepped.  state_dict is the inner optimizer's, the scaler's added.
 
     >>> model = nn.Linear(4, 1)
-    >>> optimizer = ScaledOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), Scaling(torch.amp.GradScaler("cpu")))
+    >>> optimizer = ScaledOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), torch.amp.GradScaler("cpu"))
     >>> optimizer.zero_grad()
     >>> optimizer.backward(model(torch.ones(2, 4)).sum())
     >>> optimizer.clip_grad_norm_(1.0).item()  # of (2, 2, 2, 2) and (2,): the unscaled gradients
@@ -67,15 +45,16 @@ class ScaledOptimizer(Wrapped):
     >>> optimizer.step()
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, scaling: Scaling):
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        scaler: torch.amp.GradScaler,
+        together: list[ScaledOptimizer] | None = None,
+    ):
         super().__init__(optimizer)
-        self._scaling = scaling
-        scaling.optimizers.append(self)
-
-    @property
-    def scaler(self) -> Any:
-        """The loss scaler: an fe.amp.GradScaler unless another was given."""
-        return self._scaling.scaler
+        self.scaler: Any = scaler
+        self._together = [] if together is None else together
+        self._together.append(self)
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
@@ -92,7 +71,12 @@ class ScaledOptimizer(Wrapped):
 
         Raises OptimizerError if it has added to gradients that were unscaled already.
         """
-        self._scaling.backward(loss, **options)
+        together = self._together if self.scaler.is_enabled() else []
+        for optimizer in together:
+            optimizer._before_pass()
+        self.scaler.scale(loss).backward(**options)
+        for optimizer in together:
+            optimizer._after_pass()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients of the model's parameters."""
@@ -132,7 +116,9 @@ class ScaledOptimizer(Wrapped):
             )
         if not self._is(OptState.UNSCALED):
             self._check()
-        result = self._scaling.step(self)
+        result = self.scaler.step(self.inner)
+        if all(one._is(OptState.STEPPED) for one in self._together):
+            self.scaler.update()
         self._forget()
         return result
 
@@ -221,8 +207,8 @@ class ScaledOptimizer(Wrapped):
             raise
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"inner": self.inner, "_scaling": self._scaling}
+        return {name: vars(self)[name] for name in KEPT}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__({name: state[name] for name in ("inner", "_scaling") if name in state})
+        super().__setstate__({name: state[name] for name in KEPT if name in state})
         self._forget()

@@ -2,9 +2,10 @@
 
     gradients of S·loss are S times the loss's: those below 2^-24 come back into FP16's range
 
-The rule for S is in scale_rules.py.  The host follows the scale and waits for the device no more often than torch does:
-torch's own step reads whether it must be skipped, and the rule is replayed here from that bit.  A fused optimizer reads
-nothing; then the bit is copied without waiting, and the host's counts lag behind the device until they are asked for.
+The rule for S is in scale_rules.py.  It is applied on the device, and again on the host, which waits for the device no
+more often than torch does: torch's own step reads whether it must be skipped, and the host goes by that bit.  A fused
+optimizer reads nothing; then the bit is copied without waiting, and the host's counts lag behind the device until they
+are asked for.
 
 Source: Micikevicius et al., Mixed Precision Training, 2017, section 3.2.
 """
@@ -191,7 +192,7 @@ class GradScaler(torch.amp.GradScaler):
         """
         if not self._enabled:
             return
-        scale, _ = self._check_scale_growth_tracker("update")
+        self._check_scale_growth_tracker("update")
         checked = {key: state for key, state in self._per_optimizer_states.items() if state["found_inf_per_device"]}
         skips = {} if self._ended else self._skips  # ended: only unscaled, not stepped
         read = [skips.get(key) for key in checked]
@@ -217,12 +218,7 @@ class GradScaler(torch.amp.GradScaler):
             )
         self._per_optimizer_states.clear()
         self._ended = True
-        if known:
-            self._replay(any(read), self._factors, write=True)
-        elif self._at_hand(scale):
-            self._replay(bool(self._combined(checked.values())), self._factors, write=True)
-        else:
-            self._update_on_device(self._combined(checked.values()))
+        self._apply(any(read) if known else self._combined(checked.values()) > 0)
 
     # The rule, on the host and on the device
 
@@ -257,21 +253,37 @@ class GradScaler(torch.amp.GradScaler):
             self._remember(Counts(self._scale.item(), int(self._growth_tracker.item()), self._counts.bad))
         return self._counts
 
-    def _replay(self, found: bool, factors: Factors, write: bool) -> None:
-        """Apply the rule on the host; write: the device has not."""
-        before = self._known() if write else self._counts
-        after, fell = scale_rules.following(before, found, factors, self.rules)
-        if write:
-            scale, good = self._check_scale_growth_tracker("update")
-            good.fill_(after.good)
-            if after.scale != before.scale:
-                scale.fill_(after.scale)
-            self._bad_tracker = None
-            self._remember(after)
+    def _apply(self, found: bool | torch.Tensor) -> None:
+        """Apply the rule on the device now, and on the host once it has the flag; a bool: it has it."""
+        scale, good = self._check_scale_growth_tracker("update")
+        if self._bad_tracker is None or self._seen != self._written():
+            self._bad_tracker = torch.full((), self._known().bad, dtype=torch.int32, device=scale.device)
+        flag = torch.full((), found, device=scale.device) if isinstance(found, bool) else found
+        scale_rules.follow_on_device((scale, good, self._bad_tracker), flag, self._factors, self.rules)
+        self._seen = self._written()
+        if isinstance(found, bool):
+            self._catch_up(wait=True)
+            self._replay(found, self._factors)
         else:
-            self._counts = after
+            self._late.append((self._sent(found), self._factors))
+            self._catch_up(wait=bool(self._hooks))
+
+    def _sent(self, found: torch.Tensor) -> HostCopy:
+        # A method of its own, so that a test on a CPU can behave as a GPU would.
+        return HostCopy([found])
+
+    def _catch_up(self, wait: bool) -> None:
+        """Apply the rule on the host for the flags that it has; wait: for all of them."""
+        while self._late and (wait or self._late[0][0].done()):
+            copy, factors = self._late.popleft()
+            (found,) = copy.wait()
+            self._replay(bool(found.tolist()), factors)
+
+    def _replay(self, found: bool, factors: Factors) -> None:
+        before = self._counts
+        self._counts, fell = scale_rules.following(before, found, factors, self.rules)
         self._stats = self._stats.after(found, fell)
-        self._changed(before.scale, after.scale)
+        self._changed(before.scale, self._counts.scale)
         if fell and self._stats.falls_in_a_row == self.rules.collapse_after:
             (self.rules.on_collapse or warn_of_collapse)(self)
 
@@ -280,31 +292,6 @@ class GradScaler(torch.amp.GradScaler):
             self._stats = self._stats.moved(after)
             for hook in list(self._hooks.values()):
                 hook(after / before)
-
-    def _update_on_device(self, found: torch.Tensor) -> None:
-        """The rule in tensors, for a flag that the host has not read."""
-        scale, good = self._check_scale_growth_tracker("update")
-        if self._bad_tracker is None or self._seen != self._written():
-            self._bad_tracker = torch.full((), self._known().bad, dtype=torch.int32, device=scale.device)
-        self._late.append((self._sent(found), self._factors))
-        scale_rules.follow_on_device((scale, good, self._bad_tracker), found > 0, self._factors, self.rules)
-        self._seen = self._written()
-        self._catch_up(wait=bool(self._hooks))
-
-    # Two facts about the machine, in methods of their own, so that a test on a CPU can behave as a GPU would
-
-    def _at_hand(self, tensor: torch.Tensor) -> bool:
-        return tensor.device.type == "cpu"
-
-    def _sent(self, found: torch.Tensor) -> HostCopy:
-        return HostCopy([found])
-
-    def _catch_up(self, wait: bool) -> None:
-        """Apply the rule for the flags that are on the host; wait: for all of them."""
-        while self._late and (wait or self._late[0][0].done()):
-            copy, factors = self._late.popleft()
-            (found,) = copy.wait()
-            self._replay(bool(found.tolist()), factors, write=False)
 
     # Reading and storing
 

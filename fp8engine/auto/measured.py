@@ -197,7 +197,12 @@ def in_fp8(choice: Choice) -> list[tuple[int, str]]:
 
 def _own_loss(model: nn.Module, batch: object) -> torch.Tensor:
     args, kwargs = arguments(batch)
-    found = loss_of(model(*args, **kwargs))
+    return returned(model(*args, **kwargs))
+
+
+def returned(result: object) -> torch.Tensor:
+    """The loss among what a model returned.  Raises StateError where there is none."""
+    found = loss_of(result)
     if found is None:
         raise StateError(
             "keep_budget: the model returns no loss of one number (.loss); give loss=lambda model, batch: ..."

@@ -19,7 +19,7 @@ import torch
 from torch.nn import functional as F
 
 from fp8engine.autograd.packed import Packed, packed_attention
-from fp8engine.errors import ShapeError
+from fp8engine.errors import ShapeError, UnsupportedDtype
 
 
 class Scores(NamedTuple):
@@ -142,7 +142,8 @@ def attention(
 
     mask: bool, True where a key may be seen, [batch, S] (padding) or broadcastable to [batch, heads, T, S]; or floating
     point, added to the scores.  A query that may see no key gives zeros.  Or a Packed: sequences one after another.
-    Raises ShapeError for heads that are no multiple of k's, or a mask that does not fit; as `packed_attention` does.
+    Raises ShapeError for heads that are no multiple of k's, or a mask that does not fit, UnsupportedDtype for a mask of
+    integers; as `packed_attention` does.
 
     >>> q = torch.randn(2, 4, 3, 8)
     >>> k = v = torch.randn(2, 2, 3, 8)
@@ -175,6 +176,11 @@ def _full_mask(mask: torch.Tensor | None, q: torch.Tensor, s: int, scores: Score
             earlier = earlier.triu(s - t - scores.window + 1)
     if mask is None:
         return earlier
+    if mask.dtype != torch.bool and not mask.is_floating_point():
+        raise UnsupportedDtype(
+            f"attention: mask is {mask.dtype}; want bool, True where a key may be seen (mask.bool(), of a tokenizer's "
+            "attention_mask), or floating point, added to the scores"
+        )
     if mask.dim() not in (2, 4) or mask.shape[-1] != s:
         raise ShapeError(f"attention: mask is {list(mask.shape)}; want [batch, {s}] or 4 dimensions ending in {s}")
     mask = mask[:, None, None, :] if mask.dim() == 2 else mask

@@ -49,6 +49,12 @@ class Blocks:
         self.scale = like.new_empty(batch, heads, 0, 1, dtype=torch.float32)
         self.rest = like.new_empty(batch, heads, 0, width)
 
+    def __getstate__(self) -> dict:
+        return vars(self) | {"codes": _bytes(self.codes)}  # pickle by itself, without torch.save, takes no FP8 of torch
+
+    def __setstate__(self, state: dict) -> None:
+        vars(self).update(state, codes=state["codes"].view(E4M3.dtype))
+
     def __len__(self) -> int:
         """Tokens seen, dropped ones included."""
         return self.dropped + self.codes.shape[2] * self.block + self.rest.shape[2]
@@ -59,7 +65,8 @@ class Blocks:
         return self.codes.nbytes + self.scale.nbytes + self.rest.nbytes
 
     def check(self, x: torch.Tensor) -> None:
-        """Raise ShapeError for tokens of another batch, other heads, width or dtype than those kept."""
+        """Raise ShapeError for tokens of another batch, other heads, width or dtype than those kept; as `values`."""
+        self._refuse_gradient()
         batch, heads, _, width = self.rest.shape
         if (*x.shape[:2], *x.shape[3:]) != (batch, heads, width) or x.dtype != self.rest.dtype:
             raise ShapeError(
@@ -70,7 +77,7 @@ class Blocks:
     def append(self, x: torch.Tensor) -> torch.Tensor:
         """Keep more tokens, in their own dtype until `encode`.  Returns all: `values`, then x as it came.
 
-        Raises as `check` and `values` do.
+        Raises as `check` does.
         """
         self.check(x)
         found = torch.cat([self.values(), x], 2) if len(self) > self.dropped else x
@@ -94,12 +101,15 @@ class Blocks:
 
         Raises GradientError while gradients are taken, if what was kept has one.
         """
+        self._refuse_gradient()
+        return torch.cat([self._decoded(), self.rest], 2)
+
+    def _refuse_gradient(self) -> None:
         if self.of_graph and torch.is_grad_enabled():
             raise GradientError(
                 "FP8 cache: the keys and values that it keeps have a gradient, which codes do not carry; call the "
                 "model under torch.no_grad(), or train with a cache in 16 bits"
             )
-        return torch.cat([self._decoded(), self.rest], 2)
 
     def _decoded(self, first: int = 0) -> torch.Tensor:
         """The values of the codes from block `first` on, [batch, heads, tokens, width]."""

@@ -21,7 +21,7 @@ from fp8engine.autograd.numerics import Numerics
 from fp8engine.autograd.operands import matrix
 from fp8engine.autograd.refusals import no_transform
 from fp8engine.ops import casts, matmul
-from fp8engine.ops.reference import Operand, column_sums, folded
+from fp8engine.ops.reference import Operand, column_sums
 
 
 def frozen_linear(
@@ -87,7 +87,10 @@ def _input_gradient(dy_MN: torch.Tensor, weight: Operand, numerics: Numerics, dt
         dy_MN = dy_MN.float() * weight.scale.t()
         b = Operand(weight.data.t(), torch.ones((), device=weight.data.device), power_of_2=True)
     elif weight.rows == 1:
-        b = casts.quantize(folded(weight, torch.bfloat16), numerics.recipe.dgrad[1]).t()
+        # No `folded`, which Dynamo does not trace, nor a slice of repeated columns, which Inductor reads out of bounds.
+        blocks = torch.arange(weight.data.shape[1], device=weight.data.device) // weight.cols
+        values = casts.decode(weight.data, torch.bfloat16) * weight.scale[:, blocks].to(torch.bfloat16)
+        b = casts.quantize(values, numerics.recipe.dgrad[1]).t()
     else:
         b = weight.t()
     return matmul.matmul(casts.quantize(dy_MN, cast, slot), b, None, dtype, _precision(numerics, "dgrad"))

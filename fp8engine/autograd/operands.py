@@ -20,7 +20,7 @@ import torch
 from fp8engine._torch import dispatch_modes, forward_ad, graph_task, tracing, transforms_active
 from fp8engine.autograd import gathered
 from fp8engine.autograd.numerics import Numerics
-from fp8engine.autograd.refusals import check_caller, check_classes, no_transform
+from fp8engine.autograd.refusals import check_caller, check_classes, check_graph, no_transform
 from fp8engine.numerics.cast import Cast
 from fp8engine.numerics.recipe import ROLES, Recipe
 from fp8engine.ops import casts, library, matmul, twins
@@ -116,6 +116,8 @@ def use_of(numerics: Numerics, x: torch.Tensor, weight: torch.Tensor, bias_N, co
     bias_dtype = None if bias_N is None else bias_N.dtype
     sampled = state.samples is not None and (record or state.decides_next)
     if compiling:
+        if record:
+            check_graph(numerics.name)
         if numerics.standalone:
             state.begin_in_graph()
         where, slots = GRAPH_ON_CARD if graphs_run_on(x.device) == "cublas" else GRAPH, GraphSlots(numerics.columns)
@@ -211,15 +213,17 @@ def kept_of_weight(use: Use, weight: torch.Tensor) -> tuple[Made, bool, bool]:
     """As `KeptWeight.operands`; of a weight that is no real data nothing is found, and a graph saves what it makes."""
     if not use.real:
         return {}, use.where.compiling, True
-    predictions = use.numerics.state.predictions if use.recipe.predicts_weight else 0
-    return use.numerics.weight.operands(weight, use.record, predictions)
+    host, predicted = use.slots.host, (0, 0.0)
+    if use.recipe.predicts_weight:  # by a graph too, of which a CPU's table tells and the host's count does not
+        predicted = use.numerics.state.predictions, 0.0 if host is None else float(host[0][1, use.first + WEIGHT])
+    return use.numerics.weight.operands(weight, use.record, *predicted)
 
 
 def weight_pair(use: Use, weight_NK: torch.Tensor) -> tuple[Either, tuple, Made]:
     """(W for forward; W^T as (codes, scale) where a graph saves it; copies that wait for backward)."""
     recipe, slot = use.recipe, use.slots[use.first + WEIGHT, use.record, use.count]
     second = recipe.forward[1]
-    if type(weight_NK) is gathered.GatheredWeight:  # distributed/weight_samples.py describes it
+    if type(weight_NK) is gathered.GatheredWeight:  # distributed/weight_scales.py describes it
         return gathered.for_forward(weight_NK, second, slot, use.where.compiling), NOTHING, {}
     if use.sampled:
         use.numerics.observe("weight", weight_NK)
@@ -361,14 +365,14 @@ def take_over(use: Use, source: Slot, slot: Slot, size: int) -> None:
 def enter_again(source: Slot | None, slot: Slot, size: int) -> None:
     """Enter one more use of a tensor into a slot, with the amax and the scale of the slot that has counted it.
 
-    source: that slot; None: it is not known, and the tensor is counted alone.
+    source: that slot; None: it is not known, and the tensor is counted alone.  Of no elements nothing is entered.
     """
     on_host = slot.host is not None and (source is None or source.host is not None)
     live, counts = slot.host if on_host and slot.host else (slot.live_2S, slot.counts_CS)
-    if slot.count:
+    if slot.count and size:
         counts[0, slot.index] += 1
         counts[1, slot.index] += size
-    if slot.record and source is not None:
+    if slot.record and size and source is not None:
         before = source.host[0] if on_host and source.host else source.live_2S
         largest = max if on_host else torch.maximum
         live[0, slot.index] = largest(live[0, slot.index], before[0, source.index])

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 from typing import Any, NamedTuple
 
 import torch
@@ -148,9 +149,11 @@ def _varlen() -> Any:
 
 
 def _check(q: torch.Tensor, k: torch.Tensor, packed: Packed) -> None:
-    for what, cu_seqlens, size in (
-        ("cu_seqlens", packed.cu_seqlens, q.shape[2]),
-        ("of_keys", packed._keys, k.shape[2]),
+    if packed.of_keys is not None and packed.longest_key is None:
+        raise ShapeError("attention: packed sequences with of_keys, their keys' ends, want longest_key beside them")
+    for what, cu_seqlens, size, longest in (
+        ("cu_seqlens", packed.cu_seqlens, q.shape[2], packed.longest),
+        ("of_keys", packed._keys, k.shape[2], packed.longest if packed.longest_key is None else packed.longest_key),
     ):
         if cu_seqlens.dim() != 1 or len(cu_seqlens) < 2 or cu_seqlens.dtype not in (torch.int32, torch.int64):
             raise ShapeError(
@@ -162,3 +165,7 @@ def _check(q: torch.Tensor, k: torch.Tensor, packed: Packed) -> None:
             ends = cu_seqlens.tolist()
             if ends[0] != 0 or ends[-1] != size or sorted(ends) != ends:
                 raise ShapeError(f"attention: {what} is {ends}; want numbers that rise from 0 to {size}, the tokens")
+            if (found := max(end - begin for begin, end in itertools.pairwise(ends))) > longest:
+                raise ShapeError(
+                    f"attention: {what} is {ends}, whose longest sequence has {found} tokens, not {longest}"
+                )

@@ -4,6 +4,7 @@
     an input that is a DTensor         parallelize_module
     forward-mode AD                    torch.autograd.forward_ad, torch.func.jvp, jacfwd, hessian
     torch.func's other transforms      grad, vjp, vmap, jacrev
+    compiled autograd                  of a forward that is compiled too; of one in eager code it works
     torch.jit.trace                    and torch.onnx.export(dynamo=False), which calls it
 
 Layers in 16 bits take all of them.
@@ -49,6 +50,19 @@ def check_caller(x: torch.Tensor, weight_NK: torch.Tensor, name: str) -> None:
         _torch.forward_ad.unpack_dual(t).tangent is not None for t in (x, weight_NK)
     ):
         raise no_transform(name, "forward-mode AD (forward_ad, jvp, jacfwd, hessian)")
+
+
+def check_graph(name: str) -> None:
+    """Raise GradientError in a graph that torch.compile traces whose backward is left to compiled autograd.
+
+    Of what such a graph saves, torch 2.13's compiled autograd forgets the tensors that effects alone read, and ends in
+    an IndexError.
+    """
+    if _torch.compiled_autograd():
+        raise GradientError(
+            f"{name}: compiled autograd takes no compiled FP8 layer: set torch._dynamo.config.compiled_autograd to "
+            "False, or compile the backward pass alone and not the model"
+        )
 
 
 def no_transform(name: str, what: str) -> GradientError:

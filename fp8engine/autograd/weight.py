@@ -111,12 +111,15 @@ class KeptWeight:
         """Why they do."""
         return self.version.why
 
-    def operands(self, weight: torch.Tensor, training: bool, predictions: int = 0) -> tuple[Made, bool, bool]:
+    def operands(
+        self, weight: torch.Tensor, training: bool, predictions: int = 0, s: float = 0.0
+    ) -> tuple[Made, bool, bool]:
         """(operands, wait, outlive): the FP8 copies of the weight's current version, where calls insert what they make;
         whether these wait for the backward of the call that reads them; and whether they outlive it.
 
         predictions: of the weight's scale so far.  A copy under an older one is not read again: what a layer computes
         does not depend on which copies there are.  (A frozen weight's amax fills the window, and its scale stays then.)
+        s: the predicted factor, where the host knows it.
         weight: real data, of eager code.
         """
         if self.cache is False:
@@ -134,13 +137,13 @@ class KeptWeight:
             return Operands(), False, False  # held until backward, it would undo fully_shard's sharding
         mark = Mark.of(weight if weight._base is None else weight._base)  # a Conv1D's is a new view at every call
         version, values = self.version, (weight.data_ptr(), weight.shape, weight._version, seen)
-        stands = version.mark is mark and version.key[:-1] == values
+        stands = version.mark is mark and version.key[:-2] == values
         since = version.since if stands else predictions
         if self.cache is True:
-            predictions = 0
+            predictions, s = 0, 0.0
         elif not weight.requires_grad:
             predictions = min(predictions - since, self.window)
-        key = (*values, predictions)
+        key = (*values, predictions, s)
         if not stands or version.key != key:
             self.moves |= version.key[:2] == key[:2] and version.key[2] != key[2]
             version = self.version = Version(mark, key, self._why_kept(weight, training), since)

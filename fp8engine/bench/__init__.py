@@ -4,10 +4,10 @@
 | --- | --- |
 | timing.py | clocks, and timing of calls in turns |
 | harness.py | checked first, then timed: rows, ratios, limits of the machine, text |
-| cases.py, networks.py | what is measured: shapes and operands; blocks and models |
+| cases.py, models.py | what is measured: shapes and operands of matmuls; models of transformers |
 | gemm.py, linear.py, steps.py | one benchmark each: its cases, its variants, its check |
 | predict.py | predicted times of a model's linear layers, without a card |
 
-Needs torch and nothing else; Triton where there is a card for it.  Casts, experts, generation and the tuner are in
-benchmarks/, and need a checkout.
+Needs torch and nothing else, but transformers for models; Triton where there is a card for it.  Casts, blocks,
+experts, generation and the tuner are in benchmarks/, and need a checkout.
 """

@@ -20,11 +20,13 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+from torch.nn import functional as F
 
 from fp8engine.errors import ShapeError, UnknownName
 from fp8engine.numerics.cast import Cast
 from fp8engine.ops import casts
-from fp8engine.ops.reference import Operand, as_groups, decode, from_groups
+from fp8engine.ops.reference import Operand, decode
+from fp8engine.ops.reference.matmul import folded
 
 ROWS = 64  # checked element by element
 STRIPE = 32  # rows of the probe judged together
@@ -85,18 +87,14 @@ def parse(text: str) -> list[Shape]:
     >>> parse("64,128,256;small")[0]
     Shape(m=64, n=128, k=256)
     """
-    shapes = [shape for word in text.split(";") if word.strip() for shape in _one(word.strip())]
+    shapes: dict[Shape, None] = {}
+    for word in filter(None, map(str.strip, text.split(";"))):
+        if word not in LISTS and "," not in word:
+            raise UnknownName("list of shapes", word, [*LISTS, "M,N,K"])
+        shapes |= dict.fromkeys(LISTS[word] if word in LISTS else [Shape(*sizes(word, "M,N,K", "three"))])
     if not shapes:
         raise ShapeError(f"no shapes in {text!r}; want M,N,K or one of {', '.join(LISTS)}, joined by semicolons")
-    return list(dict.fromkeys(shapes))
-
-
-def _one(word: str) -> tuple[Shape, ...]:
-    if word in LISTS:
-        return LISTS[word]
-    if "," not in word:
-        raise UnknownName("list of shapes", word, [*LISTS, "M,N,K"])
-    return (Shape(*sizes(word, "M,N,K", "three")),)
+    return list(shapes)
 
 
 def sizes(word: str, names: str, count: str) -> list[int]:
@@ -109,7 +107,6 @@ def sizes(word: str, names: str, count: str) -> list[int]:
 
 
 # Kind of operands -> how (a, b) are quantised, or the dtype that they are rounded to.
-E4M3 = torch.float8_e4m3fn
 KINDS: dict[str, tuple[Cast, Cast] | torch.dtype] = {
     "fp32": torch.float32,
     "fp16": torch.float16,
@@ -133,30 +130,22 @@ class Operands:
 
     def __init__(self, shape: Shape, where: torch.device, seed: int = 0):
         generator = torch.Generator(where).manual_seed(seed)
-        self.shape = shape
-        self._a = torch.randn(shape.m, shape.k, generator=generator, device=where)
-        self._b = torch.randn(shape.n, shape.k, generator=generator, device=where)
+        self._ab = [torch.randn(rows, shape.k, generator=generator, device=where) for rows in shape[:2]]
         self._made: dict[str, Pair] = {}
 
+    @torch.no_grad()
     def __getitem__(self, kind: str) -> Pair:
         """The operands in one of KINDS."""
         if kind not in self._made:
-            pair = _pair(self._a, self._b, KINDS[kind])
-            self._made[kind] = Pair(*map(_transposed_scales, pair)) if kind == "block by block" else pair
+            how = KINDS[kind]
+            if isinstance(how, torch.dtype):
+                made = [Operand(x.to(how), torch.ones((), device=x.device)) for x in self._ab]
+            else:
+                made = [casts.quantize(x, cast) for x, cast in zip(self._ab, how, strict=True)]
+            if kind == "block by block":  # scales contiguous along rows, as a transposing cast leaves them for wgrad
+                made = [operand._replace(scale=operand.scale.t().contiguous().t()) for operand in made]
+            self._made[kind] = Pair(*made)
         return self._made[kind]
-
-
-def _pair(a_MK: torch.Tensor, b_NK: torch.Tensor, kind: tuple[Cast, Cast] | torch.dtype) -> Pair:
-    if isinstance(kind, torch.dtype):
-        one = torch.ones((), device=a_MK.device)
-        return Pair(Operand(a_MK.to(kind), one), Operand(b_NK.to(kind), one))
-    with torch.no_grad():
-        return Pair(casts.quantize(a_MK, kind[0]), casts.quantize(b_NK, kind[1]))
-
-
-def _transposed_scales(operand: Operand) -> Operand:
-    """The same operand with its scales contiguous along its rows, as a transposing cast leaves them for wgrad."""
-    return operand._replace(scale=operand.scale.t().contiguous().t())
 
 
 def values(operand: Operand, first: int = 0, last: int | None = None) -> torch.Tensor:
@@ -165,16 +154,13 @@ def values(operand: Operand, first: int = 0, last: int | None = None) -> torch.T
     >>> values(Operand(torch.ones(2, 2).to(torch.float8_e4m3fn), torch.tensor(3.0)), 1).tolist()
     [[3.0, 3.0]]
     """
-    data_MK = operand.data[first:last]
-    data_MK = (decode(data_MK.contiguous(), torch.float32) if data_MK.element_size() == 1 else data_MK).double()
-    if operand.scale.dim() == 0:
-        return data_MK * operand.scale.double()
-    scale = operand.scale.double()
+    data, scale = operand.data[first:last].contiguous(), operand.scale
+    if data.itemsize == 1:
+        data = decode(data, torch.float32)
     if operand.rows != -1:
         start = first // operand.rows
-        scale = scale[start : start + -(-data_MK.shape[0] // operand.rows)]
-    grouped = as_groups(data_MK, operand.rows, operand.cols)
-    return from_groups(grouped * scale.reshape(grouped.shape[0], 1, grouped.shape[2], 1), *data_MK.shape)
+        scale = scale[start : start + -(-len(data) // operand.rows)]
+    return folded(operand._replace(data=data, scale=scale), torch.float64)
 
 
 @dataclass(frozen=True)
@@ -191,31 +177,28 @@ class Truth:
         """Of one pair of operands, computed in pieces that fit into memory."""
         (m, k), n, where = pair.a.data.shape, pair.b.data.shape[0], pair.a.data.device
         rows_R = torch.linspace(0, m - 1, min(m, ROWS), device=where).long()
-        signs_N = torch.randint(0, 2, (n,), generator=torch.Generator(where).manual_seed(1), device=where) * 2.0 - 1.0
-        signs_N = signs_N.double()
+        signs = torch.randint(0, 2, (n,), generator=torch.Generator(where).manual_seed(1), device=where)
+        signs_N = signs.double() * 2 - 1
         a_RK = torch.cat([values(pair.a, row, row + 1) for row in rows_R.tolist()])
-        exact_RN = torch.empty(len(rows_R), n, dtype=torch.float64, device=where)
-        mixed_K = torch.zeros(k, dtype=torch.float64, device=where)
+        exact, mixed_K = [], torch.zeros(k, dtype=torch.float64, device=where)
         for first, last in _chunks(n, k):
             b_NK = values(pair.b, first, last)
-            exact_RN[:, first:last] = a_RK @ b_NK.t()
+            exact.append(a_RK @ b_NK.t())
             mixed_K += b_NK.t() @ signs_N[first:last]
         probe_M = torch.cat([values(pair.a, first, last) @ mixed_K for first, last in _chunks(m, k)])
-        return Truth(rows_R, exact_RN, signs_N, probe_M)
+        return Truth(rows_R, torch.cat(exact, 1), signs_N, probe_M)
 
     def error(self, y_MN: torch.Tensor) -> float:
         """Relative error of a result; infinite for a wrong shape or anything that is not finite."""
-        m, n = self.probe_M.shape[0], self.signs_N.shape[0]
+        m, n = len(self.probe_M), len(self.signs_N)
         if y_MN.shape != (m, n):
             return math.inf
         rows = (y_MN[self.rows_R].double() - self.exact_RN).norm() / self.exact_RN.norm()
         probe_M = torch.cat([y_MN[first:last].double() @ self.signs_N for first, last in _chunks(m, n)])
-        stripes = torch.nn.functional.pad(probe_M - self.probe_M, (0, -m % STRIPE)).view(-1, STRIPE).square().sum(1)
-        counts = torch.full_like(stripes, STRIPE)
-        counts[-1] -= -m % STRIPE
-        expected = self.exact_RN.square().mean().sqrt() * math.sqrt(n)  # the probe's own, but for luck
-        probe = (stripes / counts).max().sqrt() / expected
-        found = torch.stack([rows, probe])
+        squares_M = (probe_M - self.probe_M).square()
+        stripes = F.avg_pool1d(squares_M[None], STRIPE, ceil_mode=True)  # a short one counts by its own rows
+        expected = self.exact_RN.square().mean() * n  # the probe's own square, but for luck
+        found = torch.stack([rows, (stripes.max() / expected).sqrt()])
         return found.max().item() if found.isfinite().all() else math.inf
 
 

@@ -1,7 +1,7 @@
 """The harness that all benchmarks share: a variant's result is checked, then all that are right are timed in turns.
 
     compare   one case: a row a variant, with time and ratios only where the result is right
-    result    rows beside a description of the machine, as plain values for JSON
+    result    all cases' rows beside a description of the machine, as plain values for JSON
     limits    what the machine reaches at most, measured, to hold a rate against
     line      a row as text
 
@@ -16,7 +16,7 @@ import gc
 import importlib.metadata
 import platform
 import subprocess
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -34,6 +34,7 @@ Check = Callable[[Row], Call]
 Derive = Callable[[str, float, Callable[[str | None], float | None]], Row]
 
 NOT_MEASURED = "not measured"
+ABOUT = ("network", "size", "case", "shape")  # keys that say what was measured
 WRONG = "wrong result: no time, no ratio"
 SIDE = {"cuda": 8192, "cpu": 1024}  # of the square matmul that gives the rate
 COPIED = {"cuda": 1 << 30, "cpu": 1 << 28}  # bytes copied: more than any cache holds
@@ -46,10 +47,9 @@ class Timer(NamedTuple):
     turns: int
 
     @staticmethod
-    def of(where: torch.device, clock: Clock | None, turns: int | None, usual: tuple[int, int]) -> Timer:
-        """Those given, or else the device's clock and the usual turns, (on a card, on a CPU)."""
-        turns = usual[where.type != "cuda"] if turns is None else turns
-        return Timer(timing.clock(where) if clock is None else clock, turns)
+    def of(where: torch.device, on_card: int, on_cpu: int) -> Timer:
+        """The device's clock, and as many turns as are usual there."""
+        return Timer(timing.clock(where), on_card if where.type == "cuda" else on_cpu)
 
 
 def compare(
@@ -67,11 +67,11 @@ def compare(
             call = check(row)
         except Exception as error:  # any: a kernel, a compiler, a driver or a peer that does not take this
             row |= {"correct": None, "why": reason(error)}
-            continue
-        if row["correct"]:
-            calls[name] = call
         else:
-            row.setdefault("why", WRONG)
+            if row["correct"]:
+                calls[name] = call
+            else:
+                row.setdefault("why", WRONG)
     if forget is not None:
         forget()
     gc.collect()
@@ -91,31 +91,58 @@ def reason(error: Exception) -> str:
     return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
 
 
-def result(where: torch.device, what: str, rows: Sequence[Row], **more: Any) -> dict[str, Any]:
-    """A benchmark's result, in plain values."""
-    return {"machine": machine(where), "what": what, **more, "rows": list(rows)}
+def result(where: torch.device, what: str, rows: Iterable[Row]) -> dict[str, Any]:
+    """A benchmark's result, in plain values; of what was measured, with a remark where FP8 is emulated."""
+    emulated = "" if device.has_fp8(where) else "; FP8 emulated: values, not speed"
+    return {"machine": machine(where), "what": what + emulated, "rows": list(rows)}
 
 
-def training_on(where: torch.device, what: str = "forward and backward") -> str:
-    """What was measured, with a remark where FP8 is emulated."""
-    return what + ("" if device.has_fp8(where) else "; FP8 emulated: values, not speed")
+def _decibels(found: float | Sequence[float]) -> str:
+    each = found if isinstance(found, Sequence) else [found]
+    return "   " + ("", "y/dw ", "y/dx/dw ")[len(each) - 1] + "/".join(f"{one:.0f}" for one in each) + " dB"
 
 
-def line(label: str, row: Mapping[str, Any], *numbers: tuple[str, str]) -> str:
-    """A row as plain text: its label, and its numbers where it is right, else why not.
+# What a line shows of a row that is right, in this order; a row has some of them.
+NUMBERS: dict[str, Callable[[Any], str]] = {
+    "seconds": lambda seconds: f"{1e3 * seconds:9.3f} ms",
+    "spread": " {:5.0%}".format,
+    "tflops": " {:8.3g} TFLOP/s".format,
+    "of_16_bit_rate": " {:4.0%} of 16-bit rate".format,
+    "gb_per_s": " {:9.1f} GB/s".format,
+    "of_copy": " {:6.1%} of copy".format,
+    "tokens_per_s": " {:9.0f} tokens/s".format,
+    "over_bf16": " {:6.2f}x bf16".format,
+    "over_compiled": " {:6.2f}x compiled".format,
+    "over_eager": " {:6.2f}x eager".format,
+    "over_16_bits": " {:6.2f}x torch 16 bits".format,
+    "over_peer": " {:6.2f}x torch's same".format,
+    "error": "   error {:.1e}".format,
+    "sqnr": _decibels,
+    "host_us": "   host {:.0f} us a forward".format,
+    "activations": lambda size: f"   saved {size / 2**20:.1f} MiB",
+    "weights": lambda size: f"   weights {size / 2**20:.1f} MiB",
+    "peak_bytes": lambda size: f"   peak {size / 2**30:.2f} GiB",
+    "launches": ", {} launches".format,
+    "target": "   target {:.2f}".format,
+    "predicted": "   predicted {:.2f}".format,
+}
 
-    numbers: (key, format); left out where the row has None or nothing under the key.  "ms" is the time in ms.
 
-    >>> line("a", {"correct": True, "seconds": 0.25, "over": None}, ("ms", "{:.0f} ms"), ("over", "{:.2f}x"))
-    'a 250 ms'
+def line(row: Mapping[str, Any]) -> str:
+    """A row as plain text: what it is of, and its numbers where it is right, else why not.
+
+    >>> line({"name": "a", "shape": [64, 32], "correct": True, "seconds": 0.25, "over_bf16": None}).split()
+    ['a', '64x32', '250.000', 'ms']
     """
+    name = row["name"] + (" (emulated)" if row.get("emulated") else "")
+    about = {"x".join(map(str, row[key])) if key == "shape" else row[key]: None for key in ABOUT if key in row}
+    label = f"{name:31s} {' '.join(about):17s} "
     if row["correct"]:
-        found = {**row, "ms": 1e3 * row["seconds"]}
-        return f"{label} " + "".join(text.format(found[key]) for key, text in numbers if found.get(key) is not None)
+        return label + "".join(show(row[key]) for key, show in NUMBERS.items() if row.get(key) is not None)
     if row["correct"] is None:
-        return f"{label} {'' if row['why'].startswith(NOT_MEASURED) else 'cannot run: '}{row['why']}"
+        return f"{label}{'' if row['why'].startswith(NOT_MEASURED) else 'cannot run: '}{row['why']}"
     error = row.get("error")
-    return f"{label} WRONG{'' if error is None else f', error {error:.1e}'}: {row['why']}"
+    return f"{label}WRONG{'' if error is None else f', error {error:.1e}'}: {row['why']}"
 
 
 class Limits(NamedTuple):

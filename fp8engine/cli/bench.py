@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fp8engine.cli.options import LLAMA_NAMES, SHAPES, Device, Result
-from fp8engine.cli.shared import Answer, app, command, console, device_name, say, table
+from fp8engine.cli.options import Device, GemmShapes, LinearShapes, Predicted, Result
+from fp8engine.cli.shared import Answer, app, command, console, device_named, say, table
 from fp8engine.errors import BackendError, ShapeError
 from fp8engine.numerics.cards import CARDS, card_named
 
@@ -24,60 +24,40 @@ ERROR = (
     "the model's error against published measurements, median and worst: matmuls 6 % and 23 %, a layer's speed-up "
     "10 % and 33 % (docs/performance.md)"
 )
-SEVERAL = "M,N,K; several joined by semicolons."
 
 
 @command("gemm", bench)
-def gemm(
-    shapes: Annotated[
-        str | None,
-        typer.Option(help=f"{', '.join(SHAPES)} or {SEVERAL}", show_default="llm on a card, small on a CPU"),
-    ] = None,
-    device: Device = None,
-    out: Result = None,
-) -> Answer:
+def gemm(shapes: GemmShapes = None, device: Device = None, out: Result = None) -> Answer:
     """Every matmul there is here: checked against float64, then timed beside torch's; no ratio for a wrong result."""
     from fp8engine.bench import cases
     from fp8engine.bench.gemm import gemm
 
     where = _where(device)
     asked = cases.parse(shapes if shapes is not None else "llm" if where.type == "cuda" else "small")
-    return _answer(gemm(asked, where), tell, out)
+    return _answer(gemm(asked, where), out)
 
 
 @command("linear", bench)
-def linear_layer(
-    shapes: Annotated[str | None, typer.Option(help=SEVERAL, show_default="a few")] = None,
-    device: Device = None,
-    out: Result = None,
-) -> Answer:
+def linear_layer(shapes: LinearShapes = None, device: Device = None, out: Result = None) -> Answer:
     """A Linear's forward and backward under every recipe, checked, then timed beside nn.Linear in BF16."""
     from fp8engine.bench import cases, linear
 
     where = _where(device)
-    asked = cases.parse(shapes) if shapes is not None else linear.SHAPES[where.type]
-    return _answer(linear.linear(asked, where), lambda result: _tell_lines(result, linear.line), out)
+    return _answer(linear.linear(cases.parse(shapes) if shapes is not None else linear.SHAPES[where.type], where), out)
 
 
 @command("model", bench)
 def model(device: Device = None, out: Result = None) -> Answer:
-    """Models like Llama, BERT and ViT: forward and backward under every recipe, beside BF16's."""
-    from fp8engine.bench import steps
+    """transformers' Llama, BERT and ViT: forward and backward under every recipe, beside BF16's."""
+    from fp8engine.bench import models, steps
 
     where = _where(device)
-    return _answer(steps.steps(steps.MODELS[where.type], where), lambda result: _tell_lines(result, steps.line), out)
+    return _answer(steps.steps(models.cases(where), where), out)
 
 
 @command("predict", bench)
 def predict(
-    target: Annotated[
-        str,
-        typer.Argument(
-            metavar="MODEL_DIR|HUB_ID|MODULE:FUNCTION|LLAMA|M,N,K",
-            help=f"A model, or {LLAMA_NAMES}, or the sizes of one layer.",
-            show_default=False,
-        ),
-    ],
+    target: Predicted,
     card: Annotated[str, typer.Option(help=f"{', '.join(CARDS)}.")] = "h100-sxm",
     tokens: Annotated[int, typer.Option(min=1, help="Of a step, for a model.")] = 8192,
 ) -> Answer:
@@ -110,20 +90,15 @@ for _name in MOVED:
     bench.command(_name, hidden=True, context_settings=ANYTHING)(moved)
 
 
-def _where(name: str | None) -> torch.device:
-    """The device meant.  Raises BackendError for one that is not there."""
-    import torch
-
-    try:
-        where = torch.device(device_name(name))
-    except RuntimeError:
-        raise BackendError(f"no device {name!r}; want cpu, cuda or cuda:1") from None
-    if where.type == "cuda" and (where.index or 0) >= torch.cuda.device_count():
-        raise BackendError(f"no device {name!r}: torch finds {torch.cuda.device_count()} CUDA devices")
+def _where(asked: str | None) -> torch.device:
+    """The device meant.  Raises BackendError for one that is not there, or is neither a card nor a CPU."""
+    where = device_named(asked)
+    if where.type not in ("cpu", "cuda"):
+        raise BackendError(f"no benchmark on {where.type}; use 'cuda' or 'cpu'")
     return where
 
 
-def _answer(result: dict, tell: Callable[[dict], None], out: Result) -> Answer:
+def _answer(result: dict, out: Result) -> Answer:
     """A result for --json and for a person; `out` gets it as JSON."""
     from fp8engine import files
 
@@ -135,52 +110,20 @@ def _answer(result: dict, tell: Callable[[dict], None], out: Result) -> Answer:
     return Answer(result, lambda: tell(result))
 
 
-def _tell_lines(result: dict, line: Callable[[dict], str]) -> None:
-    """Print the machine, and a line a row."""
-    about = result["machine"]
-    typer.echo(f"{about['card'] or about['cpu']}, torch {about['torch']}: {result['what']}")
-    for row in result["rows"]:
-        typer.echo(line(row))
-
-
-NUMBERS = ("error", "ms", "spread", "TFLOP/s", "of 16-bit rate", "x torch's same", "x torch 16 bits")
-
-
 def tell(result: dict) -> None:
-    """Print the result of `bench gemm` as a table a shape."""
-    screen, about, most = console(), result["machine"], result["limits"]
-    screen.print(f"{about['card'] or about['cpu']}, torch {about['torch']}: {result['what']}", soft_wrap=True)
-    screen.print(
-        f"measured limits: {most['matmul_16_bits_tflops']:.3g} TFLOP/s in 16 bits, "
-        f"{most['copy_gb_per_s']:.4g} GB/s copied"
-    )
-    for shape in dict.fromkeys(tuple(row["shape"]) for row in result["rows"]):
-        shown = table("M, N, K = {}, {}, {}".format(*shape), ("matmul", *NUMBERS), right=NUMBERS)
-        for row in result["rows"]:
-            if tuple(row["shape"]) == shape:
-                shown.add_row(row["name"] + (" (emulated)" if row["emulated"] else ""), *_cells(row))
-        screen.print(shown)
-    for name, found in result["summary"].items():
-        if name != "best_tflops":
-            mean, least = found["geometric_mean"], found["minimum"]
-            note = found["note"] if mean is None else f"geometric mean {mean:.3f}, least {least:.3f} of torch's speed"
-            screen.print(f"{name}: {note}", highlight=False)
+    """Print the machine, its limits where they were measured, a line a row, and how we compare with torch."""
+    from fp8engine.bench.harness import line
 
-
-def _cells(row: dict) -> list[str]:
-    if row["correct"] is None:
-        return [f"[yellow]{row['why']}".replace("[sm", r"\[sm")]
-    error = "not finite" if row["error"] is None else f"{row['error']:.1e}"
-    if not row["correct"]:
-        return [f"[red]{error}", "wrong"]
-    rate = [
-        f"{1e3 * row['seconds']:.3f}",
-        f"{row['spread']:.0%}",
-        f"{row['tflops']:.3g}",
-        f"{row['of_16_bit_rate']:.0%}",
-    ]
-    ratios = ("" if row[key] is None else f"{row[key]:.2f}" for key in ("over_peer", "over_16_bits"))
-    return [error, *rate, *ratios]
+    screen, about = console(), result["machine"]
+    say(screen, f"{about['card'] or about['cpu']}, torch {about['torch']}: {result['what']}")
+    if most := result.get("limits"):
+        rates = "{matmul_16_bits_tflops:.3g} TFLOP/s in 16 bits, {copy_gb_per_s:.4g} GB/s copied".format(**most)
+        say(screen, f"measured limits: {rates}")
+    say(screen, *map(line, result["rows"]))
+    for name, found in result.get("summary", {}).items():
+        mean, least = found["geometric_mean"], found["minimum"]
+        note = found["note"] if mean is None else f"geometric mean {mean:.3f}, least {least:.3f} of torch's speed"
+        say(screen, f"{name}: {note}")
 
 
 def _tell_prediction(title: str, found: dict) -> None:
@@ -208,16 +151,12 @@ def _layers(found: dict, recipes: Sequence[str]):
     """A row for each group of layers, and their sum.  recipes: those with a column."""
     headings = ("layer", "layers", "M x N x K", "BF16", *recipes)
     shown = table("predicted microseconds, and times as fast as BF16", headings, right=headings[1:])
-    for row in found["rows"]:
-        cells = [row["name"], str(row["count"]), "x".join(map(str, row["shape"]))]
-        if "bf16_us" not in row:
-            shown.add_row(*cells, *["-"] * (1 + len(recipes)))
-            continue
-        times = [_cell(row["recipes"].get(recipe)) for recipe in recipes]
-        shown.add_row(*cells, f"{row['bf16_us']:.0f}", *times)
-    bf16 = f"{found['total']['bf16_us']:.0f}"
-    sums = [_cell(found["total"]["recipes"][recipe]) for recipe in recipes]
-    shown.add_row("all layers", "", "", bf16, *sums, style="bold")
+    together = {"name": "[bold]all layers", "count": "", "shape": [], **found["total"]}
+    for row in (*found["rows"], together):
+        times = ["-"] * (1 + len(recipes))
+        if "bf16_us" in row:
+            times = [f"{row['bf16_us']:.0f}", *(_cell(row["recipes"].get(recipe)) for recipe in recipes)]
+        shown.add_row(row["name"], str(row["count"]), "x".join(map(str, row["shape"])), *times)
     return shown
 
 

@@ -5,6 +5,7 @@ A recipe is tried with one small Linear, forward and backward, against float32 m
 
 from __future__ import annotations
 
+import math
 import platform
 import re
 
@@ -48,30 +49,19 @@ def examine() -> dict:
         notes += _card_notes(where)
     if len(present) == 1:
         notes.append(_no_card())
-    return {
-        "ok": not problems,
-        "problems": problems,
-        "notes": notes,
-        "python": platform.python_version(),
-        "versions": versions,
-        "torch_cuda": torch.version.cuda,
-        "devices": devices,
-    }
+    about = {"python": platform.python_version(), "versions": versions, "torch_cuda": torch.version.cuda}
+    return {"ok": not problems, "problems": problems, "notes": notes, **about, "devices": devices}
 
 
 def _version_problems(name: str, installed: str | None) -> list[str]:
     lowest, beyond = NEEDED[name]
-    needed = f">={_dotted(lowest)}" + (f",<{_dotted(beyond)}" if beyond else "")
+    needed = name + ">={}.{}".format(*lowest) + (",<{}.{}".format(*beyond) if beyond else "")
     if installed is None:
-        return [] if name == "triton" else [f"{name} is not installed; needed: {name}{needed}"]
+        return [] if name == "triton" else [f"{name} is not installed; needed: {needed}"]
     numbers = tuple(map(int, re.findall(r"\d+", installed)[:2]))
     if numbers < lowest or (beyond and numbers >= beyond):
-        return [f"{name} {installed} is installed; needed: {name}{needed} (pip install '{name}{needed}')"]
+        return [f"{name} {installed} is installed; needed: {needed} (pip install '{needed}')"]
     return []
-
-
-def _dotted(version: tuple[int, ...]) -> str:
-    return ".".join(map(str, version))
 
 
 def _device(where: torch.device) -> dict:
@@ -101,36 +91,28 @@ def _architecture(where: torch.device) -> str:
 
 
 def _try(recipe: Recipe, where: torch.device) -> dict:
-    by_block = any(isinstance(cast.granularity, PerBlock) for cast in recipe.casts)
-    backend = matmul.choose(where, by_block)
+    backend = matmul.choose(where, any(isinstance(cast.granularity, PerBlock) for cast in recipe.casts))
     why = matmul.why_emulated(where, backend)
-    return {
-        "recipe": recipe.name,
-        "backend": backend,
-        "emulated": why is not None,
-        "why": why,
-        "trouble": _trouble(recipe, where),
-    }
+    found = {"recipe": recipe.name, "backend": backend, "emulated": why is not None, "why": why}
+    return {**found, "trouble": _trouble(recipe, where)}
 
 
 def _trouble(recipe: Recipe, where: torch.device) -> str | None:
     """Why a 64x32 Linear under the recipe is wrong; None where its results are within FP8's error."""
     generator = torch.Generator().manual_seed(0)
-    x = torch.randn(48, 32, generator=generator).to(where)
-    weight = torch.randn(64, 32, generator=generator).to(where)
+    x, weight = (torch.randn(rows, 32, generator=generator).to(where) for rows in (48, 64))
     try:
         layer = Linear(32, 64, bias=False, recipe=recipe, device=where)
         layer.weight.data.copy_(weight)
-        x.requires_grad_()
-        y = layer(x)
+        y = layer(leaf := x.clone().requires_grad_())
         y.backward(y.detach())
-        want = x.detach() @ weight.t()
-        pairs = {"output": (y.detach(), want), "input gradient": (x.grad, want @ weight)}
-        pairs["weight gradient"] = (layer.weight.grad, want.t() @ x.detach())
-        errors = {name: float((got - exact).norm() / exact.norm()) for name, (got, exact) in pairs.items()}
+        want = x @ weight.t()
+        found = {"output": y.detach(), "input gradient": leaf.grad, "weight gradient": layer.weight.grad}
+        exact = {"output": want, "input gradient": want @ weight, "weight gradient": want.t() @ x}
+        errors = {name: float((found[name] - exact[name]).norm() / exact[name].norm()) for name in exact}
     except Exception as error:  # any: it becomes a line of the report
         return f"{type(error).__name__}: {str(error).splitlines()[0]}"
-    worst = max(errors, key=lambda name: errors[name] if errors[name] == errors[name] else float("inf"))
+    worst = max(errors, key=lambda name: errors[name] if errors[name] == errors[name] else math.inf)
     return None if errors[worst] < FP8_ERROR else f"the {worst} is off by {errors[worst]:.0%}"
 
 
@@ -142,7 +124,7 @@ def _card_notes(where: torch.device) -> list[str]:
         return [] if _tuned(where) else [f"{where}: {newer or NOT_TUNED}"]
     if device.is_amd(where):
         return [f"{where}: {device.why_no_fp8(where)}: FP8 is emulated, in FP32, and slower than 16 bits"]
-    capability = "sm_{}{}".format(*device.capability(where))
+    capability = _architecture(where)
     if capability == "sm_70" and "sm_70" not in torch.cuda.get_arch_list():
         return [
             f"{where} is a V100 (sm_70), which this torch was not built for: "

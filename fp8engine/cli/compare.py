@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fp8engine.cli.options import MANUAL, OF_THE_MODEL, Device, Model, recipes_option
-from fp8engine.cli.shared import Answer, command, console, device_name, say, say_files
+from fp8engine.cli.options import Device, Model, Text, Tokenizer, recipes_option
+from fp8engine.cli.shared import Answer, command, console, device_named, say, say_files
 
 if TYPE_CHECKING:
     from fp8engine.report.compare import Comparison
@@ -21,26 +21,24 @@ NOISE = "bf16"  # always the first row: the error that 16 bits have already
 def run(
     target: Model,
     recipe: Annotated[list[str] | None, recipes_option("auto")] = None,
-    text: Annotated[Path | None, typer.Option(metavar="FILE", help="What to read.", show_default=MANUAL)] = None,
-    tokenizer: Annotated[
-        str | None, typer.Option(metavar="FOLDER|HUB_ID|bytes", help="Of the model.", show_default=OF_THE_MODEL)
-    ] = None,
+    text: Text = None,
+    tokenizer: Tokenizer = None,
     texts: Annotated[int, typer.Option(min=1, help="Paragraphs (or lines) of the text to read.")] = 64,
     length: Annotated[int, typer.Option(min=2, help="Most tokens of each.")] = 128,
     device: Device = None,
     out: Annotated[Path, typer.Option(metavar="FOLDER", help="Where JSON and picture go.")] = Path("report"),
 ) -> Answer:
     """Compare a model in bf16 and under FP8 with itself in fp32: loss, top-1 agreement, embeddings, SQNR by layer."""
-    from fp8engine.cli.models import load_pretrained, move, read_text, token_ids
+    from fp8engine.cli.models import load_pretrained, read_text, token_ids
     from fp8engine.demo import disk
     from fp8engine.numerics.recipe import Auto, resolve
     from fp8engine.report.compare import batches, compare_recipes, pieces
 
     recipes = [resolve(name) for name in dict.fromkeys([NOISE, *(recipe or ["auto"])])]
-    chosen = pieces(read_text(text), texts)
+    chosen, where = pieces(read_text(text), texts), device_named(device)
     disk.check_writable(out)
     model, tokens, notes = load_pretrained(target, tokenizer)
-    move(model, device_name(device))
+    model.to(where)
     ids, cut = token_ids(chosen, tokens, length)
     if cut:
         notes.append(f"{cut} of {len(ids)} texts were cut to {length} tokens")

@@ -7,9 +7,7 @@ import fnmatch
 import math
 from typing import TYPE_CHECKING, Annotated
 
-import typer
-
-from fp8engine.cli.options import All, Model, Skip, recipe_option
+from fp8engine.cli.options import All, Model, Override, Skip, recipe_option
 from fp8engine.cli.shared import Answer, command, console, match_skips, say, say_columns
 from fp8engine.errors import ConversionError, InvalidRecipe
 
@@ -24,9 +22,7 @@ def run(
     target: Model,
     recipe: Annotated[str, recipe_option("For every layer that can.")] = "auto",
     skip: Skip = None,
-    override: Annotated[
-        list[str] | None, typer.Option(metavar="GLOB=RECIPE", help="Another recipe for some; repeatable.")
-    ] = None,
+    override: Override = None,
     every: All = False,
 ) -> Answer:
     """Show what would be converted, what would be left alone, and why."""
@@ -77,47 +73,35 @@ def describe(model: nn.Module, decisions: list[Decision]) -> dict:
     """
     from fp8engine.convert.select import experts_run
 
-    run = experts_run(model)
-    experts = [_experts(decision, run) for decision in decisions]
-    sizes = [
-        math.prod(decision.shape[-2:]) * (chosen[0] if chosen else 1)
-        for decision, chosen in zip(decisions, experts, strict=True)
-    ]
-    total = sum(sizes) or 1
-    layers = [
-        {
-            "name": decision.name,
-            "kind": type(decision.module).__name__,
-            "shape": list(decision.shape),
-            "recipe": decision.recipe.name if decision.recipe else None,
-            "reason": decision.reason + (f"; {chosen[0]} of {chosen[1]} a token" if chosen else ""),
-            "flops_share": size / total,
-            "experts": chosen,
-        }
-        for decision, size, chosen in zip(decisions, sizes, experts, strict=True)
-    ]
-    recipes = [(decision.recipe, size) for decision, size in zip(decisions, sizes, strict=True) if decision.recipe]
+    run, layers = experts_run(model), []
+    for decision in decisions:
+        recipe, passed, chosen, note = decision.recipe, 1, None, ""
+        if len(decision.shape) == 3:  # of a stack that is not in `run`, a row is sent to one matrix
+            passed = run.get(id(decision.module), 1)
+            chosen, note = [passed, decision.shape[0]], f"; {passed} of {decision.shape[0]} a token"
+        layers.append(
+            {
+                "name": decision.name,
+                "kind": type(decision.module).__name__,
+                "shape": list(decision.shape),
+                "recipe": recipe.name if recipe else None,
+                "reason": decision.reason + note,
+                "flops_share": passed * math.prod(decision.shape[-2:]),
+                "experts": chosen,
+            }
+        )
+    total = sum(layer["flops_share"] for layer in layers) or 1
+    converted = [(each.recipe, layer) for each, layer in zip(decisions, layers, strict=True) if each.recipe]
     totals = {
         "layers": len(layers),
-        "converted": len(recipes),
-        "in_fp8": sum(recipe.is_fp8 for recipe, _ in recipes),
-        "left_alone": len(layers) - len(recipes),
-        "fp8_flops_share": sum(recipe.fp8_share * size for recipe, size in recipes) / total,
+        "converted": len(converted),
+        "in_fp8": sum(recipe.is_fp8 for recipe, _ in converted),
+        "left_alone": len(layers) - len(converted),
+        "fp8_flops_share": sum(recipe.fp8_share * layer["flops_share"] for recipe, layer in converted) / total,
     }
+    for layer in layers:
+        layer["flops_share"] /= total
     return {"layers": layers, "totals": totals}
-
-
-def _experts(decision: Decision, run: dict[int, int]) -> list[int] | None:
-    """[how many experts a row passes, how many there are] of a stack of them.
-
-    A GroupedLinear is called with rows that are sent to one expert each.
-    """
-    from fp8engine.nn.grouped import GroupedLinear
-
-    if len(decision.shape) != 3:
-        return None
-    default = 1 if isinstance(decision.module, GroupedLinear) else decision.shape[0]
-    return [run.get(id(decision.module), default), decision.shape[0]]
 
 
 def _pair(text: str) -> tuple[str, str]:

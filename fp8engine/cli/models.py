@@ -63,15 +63,13 @@ def load_pretrained(target: str, tokenizer: str | None) -> tuple[nn.Module, Toke
 
     tokenizer: a folder, a hub's id, or "bytes"; None: the model's.  Raises ConversionError, saying what was wrong.
     """
-    folder = folder_of(target)
-    if folder is not None:
-        model, missing = load_weights(folder)
-        first = missing[:1]
-        notes = [f"{len(missing)} weights are not in {folder} and are random, {name!r} the first" for name in first]
-    else:
-        model, notes = _from_function(target), []
+    if (folder := folder_of(target)) is None:
+        model = _from_function(target)
         if tokenizer is None:
             raise ConversionError(f"{target}: a function brings no tokenizer: give --tokenizer FOLDER, or bytes")
+        return model, tokens_of(None, tokenizer), []
+    model, missing = load_weights(folder)
+    notes = [f"{len(missing)} weights are not in {folder} and are random, {missing[0]!r} the first"] if missing else []
     return model, tokens_of(folder, tokenizer), notes
 
 
@@ -84,10 +82,9 @@ def load_weights(folder: Path, dtype: str = "auto") -> tuple[Any, list[str]]:
     with _transformers_refuses(f"cannot load {folder}"):
         transformers, config, kind = _class_of(folder)
         _check_plain(folder, config)
+        how = {"dtype": DTYPES[dtype], "local_files_only": True, "output_loading_info": True}
         with quiet():
-            kind = kind or transformers.AutoModel
-            made = kind.from_pretrained(folder, dtype=DTYPES[dtype], local_files_only=True, output_loading_info=True)
-    model, info = made
+            model, info = (kind or transformers.AutoModel).from_pretrained(folder, **how)
     return model, sorted(info["missing_keys"])
 
 
@@ -118,14 +115,6 @@ def read_text(path: Path | None) -> str:
     if not found.strip():
         raise DemoError(f"--text {path} is empty: want a text of paragraphs or lines")
     return found
-
-
-def move(model: nn.Module, where: str) -> None:
-    """Put a model on a device.  Raises DemoError for one that is not there."""
-    try:
-        model.to(where)
-    except (RuntimeError, AssertionError) as error:  # no such device; a torch without CUDA asserts
-        raise DemoError(f"device {where!r} cannot be used: {str(error).splitlines()[0]}") from error
 
 
 def token_ids(texts: list[str], tokens: Tokens, length: int) -> tuple[list[list[int]], int]:

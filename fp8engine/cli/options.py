@@ -30,8 +30,22 @@ MANUAL = "Python's own manual"
 OF_THE_MODEL = "the model's"
 
 
+MODELS = "MODEL_DIR|HUB_ID|MODULE:FUNCTION"
+SEVERAL = "M,N,K; several joined by semicolons."
+
+
+def argument(help: str, metavar: str):
+    """An argument that has to be given."""
+    return typer.Argument(metavar=metavar, help=help, show_default=False)
+
+
+def option(help: str, default: str | None = None, metavar: str | None = None):
+    """An option.  default: what the help shows instead of the parameter's own default."""
+    return typer.Option(help=help, show_default=True if default is None else default, metavar=metavar)
+
+
 def recipe_option(help: str, default: str | None = None):
-    """`--recipe`, or `-r`.  default: what the help shows instead of the parameter's own default."""
+    """`--recipe`, or `-r`."""
     return typer.Option("--recipe", "-r", help=help, show_default=True if default is None else default)
 
 
@@ -51,10 +65,16 @@ AsJson = Annotated[
 ]
 Debug = Annotated[bool, typer.Option("--debug", callback=_keep, help="Show a traceback with an error.")]
 
-Model = Annotated[
-    str, typer.Argument(metavar="MODEL_DIR|HUB_ID|MODULE:FUNCTION", help="The model.", show_default=False)
-]
-Device = Annotated[str | None, typer.Option(help="As torch names it.", show_default="cuda if there is one")]
-Skip = Annotated[list[str] | None, typer.Option(metavar="GLOB", help="Layers to leave alone; repeatable.")]
+Model = Annotated[str, argument("The model.", MODELS)]
+Planned = Annotated[str, argument(f"Or {LLAMA_NAMES}.", f"{MODELS}|LLAMA")]
+Predicted = Annotated[str, argument(f"A model, or {LLAMA_NAMES}, or the sizes of one layer.", f"{MODELS}|LLAMA|M,N,K")]
+Device = Annotated[str | None, option("As torch names it.", "cuda if there is one")]
+Text = Annotated[Path | None, option("What to read.", MANUAL, "FILE")]
+Tokenizer = Annotated[str | None, option("Of the model.", OF_THE_MODEL, "FOLDER|HUB_ID|bytes")]
+Skip = Annotated[list[str] | None, option("Layers to leave alone; repeatable.", metavar="GLOB")]
+Override = Annotated[list[str] | None, option("Another recipe for some; repeatable.", metavar="GLOB=RECIPE")]
 All = Annotated[bool, typer.Option("--all", help="A row for every layer, also where blocks repeat.")]
-Result = Annotated[Path | None, typer.Option(metavar="FILE", help="Write the result there, as JSON.")]
+Watch = Annotated[bool, typer.Option("--watch", help="On a terminal: every layer's formats, SQNR and warnings, live.")]
+GemmShapes = Annotated[str | None, option(f"{', '.join(SHAPES)} or {SEVERAL}", "llm on a card, small on a CPU")]
+LinearShapes = Annotated[str | None, option(SEVERAL, "a few")]
+Result = Annotated[Path | None, option("Write the result there, as JSON.", metavar="FILE")]

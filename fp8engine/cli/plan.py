@@ -8,16 +8,13 @@ from typing import Annotated
 import typer
 
 import fp8engine as fe
-from fp8engine.cli.options import LLAMA_NAMES, recipe_option
+from fp8engine.cli.options import Planned, recipe_option
 from fp8engine.cli.shared import Answer, command, console, say, table
 
 
 @command("plan")
 def run(
-    target: Annotated[
-        str,
-        typer.Argument(metavar="MODEL_DIR|HUB_ID|MODULE:FUNCTION|LLAMA", help=f"Or {LLAMA_NAMES}.", show_default=False),
-    ],
+    target: Planned,
     ranks: Annotated[int, typer.Option(help="Cards.", show_default=False)],
     tokens: Annotated[int, typer.Option(help="Tokens of a step, for each card.")] = 8192,
     sequence: Annotated[int | None, typer.Option(help="Tokens of a sequence.", show_default="all of a card's")] = None,

@@ -12,7 +12,7 @@ import inspect
 import json
 from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 from rich.console import Console
@@ -21,8 +21,11 @@ from typer.core import TyperGroup
 
 import fp8engine
 from fp8engine.cli.options import DEBUG, AsJson, Debug
-from fp8engine.errors import Fp8EngineError, UnknownName
+from fp8engine.errors import BackendError, Fp8EngineError, UnknownName
 from fp8engine.report.columns import columns, terminal_width
+
+if TYPE_CHECKING:
+    import torch
 
 IMPOSSIBLE = 2  # exit code, as for a wrong option
 
@@ -107,11 +110,16 @@ def import_engine() -> None:
         importlib.reload(fp8engine)
 
 
-def device_name(asked: str | None) -> str:
-    """The device to run on: the one asked for, else cuda where there is one."""
+def device_named(asked: str | None) -> torch.device:
+    """The device to run on: the one asked for, else cuda where there is one.  Raises BackendError for none of ours."""
     import torch
 
-    return asked or ("cuda" if torch.cuda.is_available() else "cpu")
+    name = asked or ("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        torch.empty(0, device=name)
+    except (RuntimeError, AssertionError) as error:  # no such device; a torch without CUDA asserts
+        raise BackendError(f"device {name!r} cannot be used: {str(error).splitlines()[0]}") from error
+    return torch.device(name)
 
 
 def console(*, stderr: bool = False) -> Console:

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from fp8engine.cli.options import JSON, MANUAL, SIZES, TRAINED, Device, recipes_option
-from fp8engine.cli.shared import Answer, command, console, device_name, say, say_files
+from fp8engine.cli.options import JSON, MANUAL, SIZES, TRAINED, Device, Watch, recipes_option
+from fp8engine.cli.shared import Answer, command, console, device_named, say, say_files
 
 if TYPE_CHECKING:
     from fp8engine.demo import Outcome, Result
@@ -32,9 +32,7 @@ def run(
     checkpoint_every: Annotated[int, typer.Option(help="Steps between two checkpoints.")] = 100,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the checkpoints in --out.")] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the run that --out holds.")] = False,
-    watch: Annotated[
-        bool, typer.Option("--watch", help="On a terminal: every layer's formats, SQNR and warnings, live.")
-    ] = False,
+    watch: Watch = False,
 ) -> Answer:
     """Train a small GPT on real text under every recipe, and compare.
 
@@ -43,7 +41,7 @@ def run(
     from fp8engine.demo import DEFAULT, Config, DemoError, Session, train
     from fp8engine.demo.progress import shown
 
-    config = Config(size=size, steps=steps, batch=batch, lr=lr, text=text, device=device_name(device))
+    config = Config(size=size, steps=steps, batch=batch, lr=lr, text=text, device=str(device_named(device)))
     recipes = tuple(recipe) if recipe else DEFAULT
     session = Session(recipes=recipes, seed=seed, out=out, checkpoint_every=checkpoint_every, resume=resume)
     screen = console(stderr=ctx.meta[JSON])
@@ -76,8 +74,8 @@ def _tell(screen: Console, outcome: Outcome) -> None:
 
 def _decided(screen: Console, result: Result, most: int = 5) -> None:
     """The last few changes of format; all of them are on the page."""
+    from fp8engine.demo.progress import told
+
     if result.decisions:
         say(screen, f"{result.recipe} changed {len(result.decisions)} formats; the last:")
-    for each in result.decisions[-most:]:
-        text = f"  step {each['step']} {each['slot']} {each['before']} -> {each['after']}: {each['why']}"
-        say(screen, text)
+    say(screen, *(f"  {told(change)}" for change in result.decisions[-most:]))

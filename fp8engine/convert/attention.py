@@ -1,7 +1,9 @@
 """Attention of a converted model in FP8: which modules compute one, and what computes it (convert's `attention`).
 
-A module computes attention where its class's forward names torch's scaled_dot_product_attention, or transformers' table
-of attention functions while its config says "sdpa"; and fe.Attention does.
+A module computes attention where its class's forward names torch's scaled_dot_product_attention or transformers' table
+of attention functions; and fe.Attention does.  What then does not call torch's function stays in 16 bits, said once: by
+its first forward; or by fe.convert, of an nn.MultiheadAttention, which calls it elsewhere, and of a module on which
+another forward was set.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from torch import nn
 
 from fp8engine.errors import ConversionError, UnknownName
 from fp8engine.nn.attention import Attention
-from fp8engine.nn.class_swap import mix
+from fp8engine.nn.class_swap import bound_forwards, mix
 from fp8engine.nn.fp8_attention import FORMATS, Float8Sdpa, Softmax
 
 SDPA, TABLE = "scaled_dot_product_attention", "ALL_ATTENTION_FUNCTIONS"
@@ -30,7 +32,7 @@ def attentions(model: nn.Module, asked: str | None) -> list[tuple[str, nn.Module
     if asked not in FORMATS:
         raise UnknownName("format of attention", asked, FORMATS)
     found = [(name, module) for name, module in model.named_modules() if computes_attention(module)]
-    if not found:
+    if not any(takes_fp8(module) for _, module in found):
         raise ConversionError(
             f"attention={asked!r}: no module of {type(model).__name__} calls torch's {SDPA} in its forward "
             '(nn.MultiheadAttention calls it elsewhere; transformers does with attn_implementation="sdpa"): leave '
@@ -42,22 +44,38 @@ def attentions(model: nn.Module, asked: str | None) -> list[tuple[str, nn.Module
 def put(found: list[tuple[str, nn.Module]], asked: str, strict: bool) -> None:
     """Let these modules compute attention in that format."""
     for name, module in found:
-        if not isinstance(module, Attention):
+        softmax = Softmax(asked, name or type(module).__name__, strict)
+        if isinstance(module, Attention):
+            module.softmax = softmax
+            continue
+        if isinstance(module, nn.MultiheadAttention):
+            softmax.leave(f"nn.MultiheadAttention calls torch's {SDPA} elsewhere")
+        elif "forward" in vars(module) and not bound_forwards(module):
+            softmax.leave("a forward of its own was set on the module, which hides that of its class")
+        else:
             mix(module, Float8Sdpa)
-        object.__setattr__(module, "softmax", Softmax(asked, name or type(module).__name__, strict))
+        object.__setattr__(module, "fp8_softmax", softmax)
 
 
 def computes_attention(module: nn.Module) -> bool:
-    """Whether the module's own forward computes attention by torch's function.
+    """Whether the module's own forward computes attention, by torch's function or another.
 
-    >>> computes_attention(nn.Linear(2, 2))
-    False
+    >>> computes_attention(nn.Linear(2, 2)), computes_attention(nn.MultiheadAttention(2, 1))
+    (False, True)
     """
+    return isinstance(module, (Attention, nn.MultiheadAttention)) or not {SDPA, TABLE}.isdisjoint(_forward(module))
+
+
+def takes_fp8(module: nn.Module) -> bool:
+    """Whether one that computes attention calls torch's function in its own forward."""
     if isinstance(module, Attention):
         return True
-    names = set(_names(getattr(inspect.unwrap(type(module).forward), "__code__", None)))
-    config = getattr(module, "config", None)
+    config, names = getattr(module, "config", None), set(_forward(module))
     return SDPA in names or (TABLE in names and getattr(config, "_attn_implementation", None) == "sdpa")
+
+
+def _forward(module: nn.Module) -> Iterator[str]:
+    return _names(getattr(inspect.unwrap(type(module).forward), "__code__", None))
 
 
 def _names(code: CodeType | None) -> Iterator[str]:

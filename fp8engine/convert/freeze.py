@@ -16,7 +16,7 @@ from torch import nn
 from fp8engine.autograd.features import FROZEN, STORED, why_excluded
 from fp8engine.convert.dry_run import asked_for_dtype
 from fp8engine.convert.kinds import classes_for
-from fp8engine.convert.select import Decision, weight_of
+from fp8engine.convert.select import ADAPTERS, Decision, weight_of
 from fp8engine.errors import ConversionError, FrozenWarning, StateError, StrictError, UnknownName
 from fp8engine.nn.serving import attach, config_of, make_served, scale_name
 from fp8engine.numerics.formats import E4M3
@@ -65,11 +65,11 @@ def divide(model: nn.Module, chosen: Chosen, frozen: str | None, strict: bool) -
 def put(model: nn.Module, stored: Chosen, others: list[str]) -> list[ScalingState]:
     """Store the layers' weights as codes, one after another; their scaling states, one per device.
 
-    others: names of the other linear layers.  A transformers model's config says from now on what its folder holds, so
-    that fe.hf.load reads what save_pretrained writes.
+    others: names of the other linear layers.  The config of a transformers model, under adapters too, says from now on
+    what its folder holds, so that fe.hf.load reads what save_pretrained writes once no adapter is there (unload()).
     """
-    # With peft's config save_pretrained writes adapters alone.
-    saved = stored and hasattr(model, "save_pretrained") and not hasattr(model, "peft_config")
+    base: Any = model.get_base_model() if hasattr(type(model), "get_base_model") else model  # pyright: ignore
+    saved = stored and hasattr(type(base), "save_pretrained")
     scale = scale_name(stored[0][1].weight) if saved else None  # a checkpoint has one name for all of them
     layers = []
     for decision, recipe in stored:
@@ -78,11 +78,18 @@ def put(model: nn.Module, stored: Chosen, others: list[str]) -> list[ScalingStat
         served.write(weight)
         layers.append((decision.name, served))
     if scale is not None:
-        recipes = {name: layer.numerics.recipe for name, layer in layers}
+        prefix = next(f"{name}." if name else "" for name, module in model.named_modules() if module is base)
+        names = {name: _without_adapter(name.removeprefix(prefix)) for name in (*dict(layers), *others)}
+        recipes = {names[name]: layer.numerics.recipe for name, layer in layers}
+        left = [names[name] for name in others if not set(ADAPTERS) & set(name.split("."))]
         [(most, count)] = Counter(recipes.values()).most_common(1)
-        config: Any = model.config
-        config.quantization_config = config_of(most, recipes if count < len(recipes) else {}, scale, others)
+        base.config.quantization_config = config_of(most, recipes if count < len(recipes) else {}, scale, left)
     return attach(layers)
+
+
+def _without_adapter(name: str) -> str:
+    """A layer's name when peft's adapters are unloaded."""
+    return ".".join(part for part in name.split(".") if part not in ("base_layer", "original_module"))
 
 
 def _obstacle(decision: Decision, recipe: Recipe, uses: Counter) -> str | None:

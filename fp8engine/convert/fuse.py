@@ -16,8 +16,8 @@ from typing import Any
 from torch import nn
 
 from fp8engine.convert.blocks import repeated_blocks
+from fp8engine.convert.formulas import Mlp
 from fp8engine.convert.probe import Found, survey
-from fp8engine.convert.probe_mlps import Mlp
 from fp8engine.convert.twin import TORCHS, codes_of, own_attributes, parts_of, plain_class
 from fp8engine.nn.class_swap import Mixin, mix
 from fp8engine.nn.linear import Float8Module

@@ -20,8 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fp8engine.convert.probe_mlps import Mlp, activation, mlp, product
-from fp8engine.convert.probe_norms import norm
+from fp8engine.convert.formulas import Mlp, activation, mlp, norm, product
 from fp8engine.convert.twin import TOLERANCES, Mode, adapted, is_linear, keeps, own_attributes, plain_class, quiet
 from fp8engine.ops.reference import Norm
 from fp8engine.ops.reference.activations import ACTIVATIONS

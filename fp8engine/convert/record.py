@@ -10,7 +10,6 @@ from typing import Any
 
 from torch import nn
 
-from fp8engine.auto import Controller
 from fp8engine.convert.bypassed import FirstForward
 from fp8engine.convert.resumed import Resumed
 from fp8engine.scaling.table import ScalingState
@@ -28,8 +27,7 @@ class Record:
     """
 
     reasons: dict[str, str]
-    states: list[ScalingState] = field(default_factory=list)
-    controllers: list[Controller] = field(default_factory=list)
+    states: list[ScalingState]
     classes: dict[str, type[nn.Module]] = field(default_factory=dict)
 
     @functools.cached_property

@@ -36,6 +36,7 @@ ROUTERS = ("router", "shared_expert_gate")  # and a `gate` beside `experts`; a g
 ADAPTERS = ("lora_A", "lora_B", "lora_magnitude_vector", "modules_to_save")
 EXPERTS = ("gate_up_proj", "down_proj", "gate_proj", "up_proj", "w1", "w2", "w3")
 CHOSEN = ("top_k", "num_experts_per_tok")  # names, in mixtures of experts, for how many a token passes
+FLAT = "moe_num_experts"  # of a module whose experts lie one after the other in 2-D parameters: DBRX's
 ROUTER = (
     "router: its choice of experts is discrete, an error sends tokens elsewhere (name it in overrides to convert it)"
 )
@@ -94,7 +95,7 @@ def _matrices(module: nn.Module) -> dict[str, tuple[int, ...]]:
         return {} if any(inner) else {"weight": tuple(weight.shape)}  # an adapter's shell is not one
     if isinstance(module, nn.MultiheadAttention):
         return {key: tuple(p.shape) for key in PROJECTIONS if (p := module._parameters.get(key)) is not None}
-    shapes = {key: tuple(parameter.shape) for key, parameter in _stacked(module).items()}
+    shapes = {key: tuple(parameter.shape) for key, parameter in _stacked(module).items()} or flat_experts(module)
     if getattr(module, "is_transposed", False):
         return {key: (experts, n, k) for key, (experts, k, n) in shapes.items()}
     return shapes
@@ -107,17 +108,27 @@ def _stacked(module: nn.Module) -> dict[str, torch.Tensor]:
     return {key: p for key, p in own if key in keys and p is not None and p.dim() == 3}
 
 
+def flat_experts(module: nn.Module) -> dict[str, tuple[int, ...]]:
+    """The shapes [E, N, K] of experts that lie one after the other in 2-D parameters [E * N, K], by name."""
+    count = getattr(module, FLAT, None)
+    if not isinstance(count, int) or count < 1:
+        return {}
+    own = {key: p for key, p in module._parameters.items() if p is not None and p.dim() == 2 and len(p) % count == 0}
+    return {key: (count, len(p) // count, p.shape[1]) for key, p in own.items()}
+
+
 def experts_run(model: nn.Module) -> dict[int, int]:
-    """id of a module with 3-D expert parameters -> how many of its experts a token passes; all, if not known.
+    """id of a module with parameters of many experts -> how many of its experts a token passes; all, if not known.
 
     A token passes all matrices of a layer of groups (ConvBERT's), and one of Moshi's, which is not among these.
     """
-    found = {}
+    found, above = {}, {id(child): parent for parent in model.modules() for child in parent.children()}
     for parent in model.modules():
         for child in parent.children():
             stacked = [shape[0] for shape in _matrices(child).values() if len(shape) == 3]
-            if stacked and (_stacked(child) or hasattr(child, "num_groups")):
-                counts = (getattr(m, key, None) for m in (child, parent, *parent.children()) for key in CHOSEN)
+            if stacked and (_stacked(child) or flat_experts(child) or hasattr(child, "num_groups")):
+                near = (child, parent, *parent.children(), above.get(id(parent)))
+                counts = (getattr(m, key, None) for m in near for key in CHOSEN)
                 found[id(child)] = next((k for k in counts if isinstance(k, int)), stacked[0])
     return found
 
@@ -255,6 +266,8 @@ def _obstacle(module: nn.Module) -> str | None:
     if not isinstance(module, nn.Linear):
         if _stacked(module):
             return experts.obstacle(module)
+        if flat_experts(module):
+            return f"{kind.__name__} keeps its experts one after the other in a 2-D parameter"
         return f"{kind.__module__}.{kind.__name__} is not an nn.Linear (quantised by another library?)"
     if not is_plain_linear(kind):
         return f"{kind.__name__} is a subclass of nn.Linear with code of its own"

@@ -1,9 +1,11 @@
 """fe.convert, which puts every linear layer of any model under a recipe, in place.
 
 select   the layers and their recipes (select.py), less those that example_inputs do not call
-check    strict=True's refusals, `auto`'s plan and flow: an error up to here leaves the model as it was
+check    strict=True's refusals, and `auto`'s flow
 swap     each module's class is changed, so parents, hooks, ties, optimizers and state_dict keys see the same module
-attach   controllers of `auto`, groups that run fused (fuse.py), hooks of the root, the record that reports read
+attach   controllers of `auto`, producers of codes (fuse.py), hooks of the root, the record that reports read
+
+An error in any of it leaves the model as it was.
 """
 
 from __future__ import annotations
@@ -34,6 +36,7 @@ from fp8engine.convert.undo import revert
 from fp8engine.errors import ConversionError, FusionWarning, StrictError
 from fp8engine.nn import experts
 from fp8engine.nn.class_swap import change_class
+from fp8engine.nn.linear import Linear
 from fp8engine.nn.serving import Served
 from fp8engine.nn.together import numerics_together
 from fp8engine.numerics.names import RecipeName
@@ -100,15 +103,14 @@ def convert(
         if strict:
             _refuse(decisions, emulated)
         stored, trained = freeze.divide(model, chosen, frozen, strict)
-        repeat = _plan_of(trained)
         consumers = None
         if example_inputs is not None and any(isinstance(used, Auto) for _, used in trained):
             consumers = flow.record(model, example_inputs)
         classes = {d.name: type(d.module) for d, _ in chosen if d.parameter == "weight"}
         made, states = _swap(trained)
-        record = Record({d.name: d.reason for d in decisions if d.recipe is None}, states, classes=classes)
-        record.controllers = _control(made, [d.shape for d, _ in trained], repeat)
-        for controller in record.controllers:
+        record = Record({d.name: d.reason for d in decisions if d.recipe is None}, states, classes)
+        controllers = _control(made, [d.shape for d, _ in trained])
+        for controller in controllers:
             controller.failures.strict = strict
             if consumers is not None:
                 controller.follow(consumers)
@@ -122,7 +124,7 @@ def convert(
         call_layers(model)
         record.attach(model, strict)
         if example_inputs is not None:
-            calibrate(model, record.controllers, example_inputs)
+            calibrate(model, controllers, example_inputs)
     warn_emulated([*emulated.values()], stacklevel=2)
     if fuse and not fused:
         warnings.warn(f"fuse=True: {fusing.NOTHING}: every layer casts its own input", FusionWarning, stacklevel=2)
@@ -209,22 +211,48 @@ def _swap(chosen: list[tuple[Decision, Recipe]]) -> tuple[list[Numerics], list[S
     return made, states
 
 
-def _plan_of(chosen: list[tuple[Decision, Recipe]]) -> Plan | None:
-    """The saved plan that the layers under `auto` are to repeat, if their recipe names one."""
-    autos = [(decision, recipe) for decision, recipe in chosen if isinstance(recipe, Auto)]
-    Controller.check([recipe for _, recipe in autos])
-    path = next((recipe.plan for _, recipe in autos), None)
-    if path is None:
-        return None
-    found = Plan.load(path)
-    found.check({decision.name: tuple(decision.shape) for decision, _ in autos}, path)
-    return found
+def _control(made: list[Numerics], shapes: list[tuple[int, ...]], part: bool = False) -> list[Controller]:
+    """The controllers of layers under `auto`, one for each scaling state; they repeat the plan that a recipe names.
 
-
-def _control(layers: list[Numerics], shapes: list[tuple[int, ...]], repeat: Plan | None) -> list[Controller]:
-    """The controllers of layers under `auto`, one for each scaling state."""
+    part: whether these may be some of the plan's layers.  Raises InvalidRecipe and StateError, as Controller and Plan.
+    """
+    layers = zip(made, shapes, strict=True)
+    autos = [(numerics, shape, numerics.recipe) for numerics, shape in layers if isinstance(numerics.recipe, Auto)]
+    Controller.check([recipe for *_, recipe in autos])
+    plan, path = None, next((recipe.plan for *_, recipe in autos), None)
+    if path is not None:
+        plan = Plan.load(path)
+        plan.check({numerics.name: tuple(shape) for numerics, shape, _ in autos}, path, part)
     groups: dict[ScalingState, list[tuple[Numerics, tuple[int, ...]]]] = {}
-    for numerics, shape in zip(layers, shapes, strict=True):
-        if isinstance(numerics.recipe, Auto):
-            groups.setdefault(numerics.state, []).append((numerics, shape))
-    return [Controller([each for each, _ in group], [shape for _, shape in group], repeat) for group in groups.values()]
+    for numerics, shape, _ in autos:
+        groups.setdefault(numerics.state, []).append((numerics, shape))
+    return [Controller([each for each, _ in group], [shape for _, shape in group], plan) for group in groups.values()]
+
+
+def unite(model: nn.Module, reasons: Mapping[str, str], strict: bool = False) -> None:
+    """Make the fe.Linear layers of `model`, each made by itself, what fe.convert would have made of them.
+
+    They share one scaling state on each device, have their names in `model`, keep their recipes, and follow the
+    forwards of `model`.  What their own states held is dropped.
+    reasons: layer -> why it was left alone, for the report.  strict: a layer that is bypassed raises StrictError.
+    Raises ConversionError for a model without such layers, or in which layers share a state already.
+
+    >>> model = nn.Sequential(Linear(32, 64, recipe="current"), nn.ReLU(), Linear(64, 32, recipe="current"))
+    >>> unite(model, {})
+    >>> state = model[2].numerics.state
+    >>> [name for name, _ in state.layers], model[0].numerics.state is state
+    (['0', '2'], True)
+    """
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, Linear)}
+    if not layers:
+        raise ConversionError(f"unite: {type(model).__name__} has no fe.Linear")
+    if taken := [name for name, layer in layers.items() if not layer.numerics.standalone]:
+        raise ConversionError(f"unite: {taken[0]!r} shares a scaling state already: fe.convert or unite a model once")
+    made, states = numerics_together(
+        [(name, layer.numerics.recipe, device_of(layer)) for name, layer in layers.items()]
+    )
+    for layer, numerics in zip(layers.values(), made, strict=True):
+        layer.numerics = numerics
+    _control(made, [tuple(layer.weight.shape) for layer in layers.values()], part=True)
+    propose(model)
+    Record(dict(reasons), states).attach(model, strict)

@@ -18,7 +18,7 @@ from fp8engine.errors import ConversionError
 from fp8engine.nn.attention import Attention
 from fp8engine.nn.class_swap import Mixin, change_class
 from fp8engine.nn.experts import Float8Experts
-from fp8engine.nn.fp8_attention import Float8Sdpa, Softmax
+from fp8engine.nn.fp8_attention import Softmax
 from fp8engine.nn.linear import Float8Module
 from fp8engine.nn.produce import ProducingActivation, ProducingMlp, ProducingNorm
 from fp8engine.nn.serving import Served, restore
@@ -27,7 +27,6 @@ from fp8engine.scaling.table import ScalingState
 # Attributes that a conversion has set on modules of these classes; others are the user's.
 ATTACHED = {
     "recognised": (ProducingNorm, ProducingActivation, ProducingMlp),
-    "softmax": (Float8Sdpa,),
     "parts": (Float8Experts,),
     "numerics": (Float8Module,),
 }
@@ -72,6 +71,7 @@ def revert(model: Model) -> Model:
                     vars(module).pop(attribute, None)
             if isinstance(module, Attention):
                 module.softmax = Softmax(module.heads.softmax, "Attention")
+            vars(module).pop("fp8_softmax", None)
             for hooks in (module._forward_pre_hooks, module._forward_hooks, module._load_state_dict_post_hooks):
                 for key, hook in list(hooks.items()):
                     if isinstance(getattr(hook, "__self__", None), FirstForward | ScalingState | Resumed):

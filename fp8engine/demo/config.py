@@ -133,7 +133,10 @@ def read(path: str | None, context: int) -> Text:
     >>> len(text.train) > 100_000, round(len(text.train) / len(text.validation))
     (True, 9)
     """
-    raw = manual() if path is None else _file(path)
+    try:
+        raw = manual() if path is None else Path(path).read_bytes()
+    except OSError as error:
+        raise DemoError(f"cannot read --text {path}: {error.strerror}") from error
     if len(raw) < 10 * (context + 2):
         name = path or "Python's manual"
         raise DemoError(f"{name} has {len(raw)} bytes; a context of {context} needs at least {10 * (context + 2)}")
@@ -149,10 +152,3 @@ def manual() -> bytes:
     except ImportError as error:
         raise DemoError("this Python has no pydoc_data.topics; give a text with --text FILE") from error
     return "\n\n".join(topics[name] for name in sorted(topics)).encode()
-
-
-def _file(path: str) -> bytes:
-    try:
-        return Path(path).read_bytes()
-    except OSError as error:
-        raise DemoError(f"cannot read --text {path}: {error.strerror}") from error

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 import statistics
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fp8engine.demo import disk
-from fp8engine.demo.report import Result, Summary
+from fp8engine.demo.report import Result, Summary, differences
 from fp8engine.report.figure import DIM, INK, png, titles
+from fp8engine.scaling.table import ROLES
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -37,7 +39,6 @@ FORMATS = {
     "a scale per row or block": "#0072b2",
     "16 bits": "#4a4f57",
 }
-ROLES = ("input", "weight", "grad_output")
 
 
 def draw(summary: Summary, path: Path) -> Path | None:
@@ -76,17 +77,11 @@ def draw(summary: Summary, path: Path) -> Path | None:
     return path
 
 
-def differences(results: list[Result]) -> dict[str, list[float]]:
-    """By recipe, without fp32: the validation loss of each seed against fp32's of that seed and step, in per cent.
-
-    A run that diverged, or has no fp32 beside it, gives none.
-    """
-    base = {(result.seed, result.steps): result.validation_loss for result in results if result.recipe == "fp32"}
+def by_recipe(results: list[Result]) -> dict[str, list[float]]:
+    """By recipe, without fp32: `differences` of the seeds that have one, and did not diverge."""
     found: dict[str, list[float]] = {result.recipe: [] for result in results if result.recipe != "fp32"}
-    for result in results:
-        other = base.get((result.seed, result.steps), math.nan)
-        far = 100 * (result.validation_loss / other - 1)
-        if result.recipe in found and math.isfinite(far):
+    for result, far in zip(results, differences(results), strict=True):
+        if result.recipe in found and far is not None and math.isfinite(far):
             found[result.recipe].append(far)
     return found
 
@@ -104,7 +99,7 @@ def mean_and_error(values: list[float]) -> tuple[float, float | None]:
 
 def _difference(panel: Axes, results: list[Result]) -> None:
     """One line a recipe: a faint dot for each seed, a strong one and a bar for their mean and its standard error."""
-    found = {recipe: values for recipe, values in differences(results).items() if values}
+    found = {recipe: values for recipe, values in by_recipe(results).items() if values}
     seeds = max(map(len, found.values()), default=0)
     mean = f"mean of {seeds} seeds ± its standard error" if seeds > 1 else "one seed: others differ by as much"
     panel.set_title(f"validation loss against fp32's, %\n{mean}", loc="left", fontsize=10)
@@ -155,14 +150,12 @@ def _formats(panel: Axes, result: Result) -> None:
 
 def _over_steps(result: Result, slot: str) -> list[str]:
     """The key of FORMATS of one slot at each step."""
-    changes = [each for each in result.decisions if each["slot"] == slot]
-    now = kind_of(changes[0]["before"] if changes else result.formats[slot])
-    at = {each["step"]: kind_of(each["after"]) for each in changes}
-    row = []
-    for step in range(result.steps):
-        now = at.get(step, now)
-        row.append(now)
-    return row
+    changes = [change for change in result.decisions if change["slot"] == slot]
+    casts = [changes[0]["before"] if changes else result.formats[slot], *(change["after"] for change in changes)]
+    starts = [0, *(change["step"] for change in changes), result.steps]
+    return [
+        kind_of(cast) for cast, (first, last) in zip(casts, pairwise(starts), strict=True) for _ in range(first, last)
+    ]
 
 
 def kind_of(cast: str) -> str:

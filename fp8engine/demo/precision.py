@@ -21,7 +21,6 @@ from __future__ import annotations
 import contextlib
 import platform
 import warnings
-from collections.abc import Iterator
 
 import torch
 from torch import nn
@@ -86,13 +85,6 @@ def cpu_is_slow(dtype: torch.dtype) -> bool:
     return x86 and not (known.get("avx512_fp16") or known.get("amx_fp16"))
 
 
-def matmuls(dtype: torch.dtype | None, device: torch.device) -> contextlib.AbstractContextManager:
-    """The context in which dtype is trained on this device: SumsInFP32 on a CPU that is slow at it, else nothing."""
-    if dtype is not None and dtype.itemsize == 2 and device.type == "cpu" and cpu_is_slow(dtype):
-        return SumsInFP32(dtype)
-    return contextlib.nullcontext()
-
-
 class Precision:
     """A recipe on a device: prepares a model, wraps each forward and backward, names the backends that ran.
 
@@ -109,7 +101,10 @@ class Precision:
         beside_fp8 = torch.bfloat16 if device.type == "cuda" else None
         self.autocast = PLAIN.get(recipe, beside_fp8)
         self.scaler = torch.amp.GradScaler(device.type, enabled=recipe == "fp16")
-        self.matmuls = matmuls(PLAIN.get(recipe), device)
+        dtype = PLAIN.get(recipe)
+        self.matmuls = contextlib.nullcontext()
+        if dtype is not None and device.type == "cpu" and cpu_is_slow(dtype):
+            self.matmuls = SumsInFP32(dtype)
 
     def prepare(self, model: nn.Module) -> nn.Module:
         """The model as this recipe trains it.  That FP8 is emulated, the table says: no warning beside it."""
@@ -119,17 +114,13 @@ class Precision:
             warnings.simplefilter("ignore", EmulationWarning)
             return convert(model, self.recipe)
 
-    @contextlib.contextmanager
-    def step(self) -> Iterator[None]:
+    def step(self) -> contextlib.AbstractContextManager:
         """Around a forward and its backward."""
-        with self.matmuls:
-            yield
+        return self.matmuls
 
     def forward(self) -> contextlib.AbstractContextManager:
         """Around a forward, inside `step`."""
-        if self.autocast is None:
-            return contextlib.nullcontext()
-        return torch.autocast(self.device.type, dtype=self.autocast)
+        return torch.autocast(self.device.type, dtype=self.autocast, enabled=self.autocast is not None)
 
     def usual(self) -> contextlib.AbstractContextManager:
         """`forward`, with the rest of an FP8 model in BF16 on a CPU as well: for what is counted and not trained."""

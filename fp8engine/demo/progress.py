@@ -9,8 +9,9 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console, Group, RenderableType
@@ -31,7 +32,6 @@ EVERY = 0.5  # seconds between two inspections of the model
 AROUND = 13  # lines of a screen that are no layers and no bars
 LAST = 5  # decisions and warnings shown
 COLOURS = {"E4M3": "bright_blue", "E5M2": "yellow"}
-SHORT = {"tensor": "", "row": " row", "block": " block"}
 
 
 class Silent:
@@ -66,25 +66,26 @@ class Bars(Silent):
     """One live bar a recipe."""
 
     def __init__(self, progress: Progress, recipes: Sequence[str], steps: int):
-        self.progress = progress
+        self.progress, self.steps = progress, steps
         self.tasks = {
             recipe: progress.add_task(recipe, total=steps, start=False, note="[dim]waiting") for recipe in recipes
         }
-        self.last: dict[str, float] = {}
+        self.rates: dict[str, float] = {}
+
+    def begins(self, recipe: str, trainer: Trainer) -> None:
+        self.progress.start_task(self.tasks[recipe])
 
     def step(self, recipe: str, step: int, loss: float, tokens_per_second: float) -> None:
-        task = self.tasks[recipe]
-        if recipe not in self.last:
-            self.progress.start_task(task)
-        rate = self.last[recipe] = 0.9 * self.last.get(recipe, tokens_per_second) + 0.1 * tokens_per_second
-        self.progress.update(task, completed=step, note=f"loss {loss:6.4f}  [dim]{rate:>9,.0f} tokens/s")
+        self.rates[recipe] = 0.9 * self.rates.get(recipe, tokens_per_second) + 0.1 * tokens_per_second
+        self._show(recipe, step, f"loss {loss:6.4f}")
 
     def done(self, recipe: str, steps: int, loss: float) -> None:
-        rate = self.last.get(recipe, 0.0)
-        self.progress.update(
-            self.tasks[recipe], completed=steps, note=f"[green]loss {loss:6.4f}[/]  [dim]{rate:>9,.0f} tokens/s"
-        )
+        self._show(recipe, steps, f"[green]loss {loss:6.4f}[/]")
         self.progress.stop_task(self.tasks[recipe])
+
+    def _show(self, recipe: str, step: int, loss: str) -> None:
+        note = f"{loss}  [dim]{self.rates.get(recipe, 0.0):>9,.0f} tokens/s"
+        self.progress.update(self.tasks[recipe], completed=step, note=note)
 
 
 class Watch(Bars):
@@ -92,12 +93,13 @@ class Watch(Bars):
 
     def __init__(self, live: Live, progress: Progress, recipes: Sequence[str], steps: int):
         super().__init__(progress, recipes, steps)
-        self.live, self.steps = live, steps
+        self.live = live
         self.report: Report | None = None
         self.trainer: Trainer | None = None
         self.next = 0.0
 
     def begins(self, recipe: str, trainer: Trainer) -> None:
+        super().begins(recipe, trainer)
         self.trainer, self.report, self.next = trainer, None, 0.0
 
     def step(self, recipe: str, step: int, loss: float, tokens_per_second: float) -> None:
@@ -115,74 +117,56 @@ class Watch(Bars):
     def drawn(self) -> RenderableType:
         """The whole screen."""
         parts: list[RenderableType] = [self.progress]
-        if self.report is not None and (rows := rows_of(self.report)):
-            parts.append(layers(rows, max(self.live.console.height - AROUND - len(self.tasks), 4)))
+        most = max(self.live.console.height - AROUND - len(self.tasks), 4)
+        if self.report is not None and (table := layers(self.report, most)) is not None:
+            parts.append(table)
             parts += [Text(line, style, no_wrap=True, overflow="ellipsis") for line, style in last(self.report)]
         return Group(*parts)
 
 
-def rows_of(report: Report) -> list[dict]:
-    """A dict for each layer in FP8: name, casts, amax and SQNR by role (None where not known), warnings."""
-    samples = {slot: seen[-1] for slot, seen in report.auto.samples.items()}
-    warned = [alarm["slot"] for alarm in report.alarms]
-    rows = []
+def layers(report: Report, most: int) -> Table | None:
+    """A row for each layer in FP8, those with the least SQNR where there are more than `most`; None where none is."""
+    newest = {slot: seen[-1] for slot, seen in report.auto.samples.items()}
+    warned = Counter(alarm["slot"] for alarm in report.alarms)
+    rows: list[tuple[float, list[Text | str]]] = []
     for layer in report.layers:
-        if layer["recipe"] == "none":
-            continue
-        slots = {role: f"{layer['name']}.{role}" for role in ROLES}
-        known = {role: samples.get(slot) for role, slot in slots.items()}
-        rows.append(
-            {
-                "name": layer["name"],
-                "casts": [layer[role]["cast"] if newest is None else newest.cast for role, newest in known.items()],
-                "amax": [layer[role].get("amax") for role in ROLES],
-                "sqnr": [None if newest is None else newest.sqnr_db for newest in known.values()],
-                "warnings": sum(warned.count(slot) for slot in slots.values()),
-            }
-        )
-    return rows
-
-
-def layers(rows: Sequence[dict], most: int) -> Table:
-    """The table; of more than `most` layers those whose SQNR is least."""
-    shown = sorted(rows, key=_least)[:most] if len(rows) > most else rows
+        if layer["recipe"] != "none":
+            slots = {role: f"{layer['name']}.{role}" for role in ROLES}
+            seen = {role: newest.get(slot) for role, slot in slots.items()}
+            casts = [layer[role]["cast"] if one is None else one.cast for role, one in seen.items()]
+            sqnr = " ".join("  – " if one is None else f"{one.sqnr_db:4.1f}" for one in seen.values())
+            amax = " ".join(f"{layer[role]['amax']:.1e}" if "amax" in layer[role] else "–" for role in ROLES)
+            least = min((one.sqnr_db for one in seen.values() if one is not None), default=math.inf)
+            warnings = Text(str(sum(warned[slot] for slot in slots.values()) or ""), "bold red")
+            rows.append((least, [Text(layer["name"]), *map(_cast, casts), amax, sqnr, warnings]))
+    if not rows:
+        return None
     table = Table(box=SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0))
-    if len(rows) > len(shown):
-        table.caption, table.caption_justify = f"the {len(shown)} of {len(rows)} layers with the least SQNR", "left"
     table.add_column("layer", no_wrap=True, overflow="ellipsis")
-    for heading in ROLES:
-        table.add_column(heading, no_wrap=True)
-    for heading in ("amax", "SQNR, dB", "warnings"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    for row in shown:
-        sqnr = " ".join("  – " if each is None else f"{each:4.1f}" for each in row["sqnr"])
-        amax = " ".join("–" if each is None else f"{each:.1e}" for each in row["amax"])
-        warnings = Text(str(row["warnings"]), "bold red") if row["warnings"] else Text("")
-        table.add_row(Text(row["name"]), *map(_cast, row["casts"]), amax, sqnr, warnings)
+    for heading in (*ROLES, "amax", "SQNR, dB", "warnings"):
+        table.add_column(heading, justify="left" if heading in ROLES else "right", no_wrap=True)
+    if len(rows) > most:
+        table.caption, table.caption_justify = f"the {most} of {len(rows)} layers with the least SQNR", "left"
+        rows = sorted(rows, key=lambda row: row[0])[:most]
+    for _, cells in rows:
+        table.add_row(*cells)
     return table
+
+
+def told(decision: Mapping[str, Any]) -> str:
+    """One change of format as text."""
+    return "step {step} {slot} {before} -> {after}: {why}".format(**decision)
 
 
 def last(report: Report) -> list[tuple[str, str]]:
     """(line, style) of the latest changes and warnings, oldest first."""
     found = [(alarm["step"], f"⚠ {Alarm(**alarm)}", "red") for alarm in report.alarms[-LAST:]]
-    for each in report.decisions[-LAST:]:
-        text = f"step {each['step']} {each['slot']} {each['before']} -> {each['after']}: {each['why']}"
-        found.append((each["step"], text, "dim"))
+    found += [(change["step"], told(change), "dim") for change in report.decisions[-LAST:]]
     return [(text, style) for _, text, style in sorted(found, key=lambda each: each[0])[-LAST:]]
 
 
 def _cast(label: str) -> Text:
-    format, _, rest = label.partition("/")
-    granularity, _, margin = rest.partition(" ")
-    return Text(
-        format + SHORT.get(granularity, f" {granularity}") + (f" {margin}" if margin else ""),
-        COLOURS.get(format[:4], ""),
-    )
-
-
-def _least(row: dict) -> float:
-    known = [each for each in row["sqnr"] if each is not None]
-    return min(known, default=math.inf)
+    return Text(label.replace("/tensor", "").replace("/", " "), COLOURS.get(label[:4], ""))
 
 
 @contextlib.contextmanager

@@ -5,10 +5,10 @@ from __future__ import annotations
 import csv
 import io
 import json
-import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.box import SIMPLE_HEAD
@@ -65,7 +65,6 @@ class Result:
     train_loss: float
     validation_loss: float
     tokens_per_second: float
-    seconds: float
     activation_bytes: int
     fp8_flops_share: float
     saturated: float | None
@@ -90,15 +89,8 @@ class Summary:
 
     def rows(self) -> list[dict]:
         """One dict of plain values a recipe, keys as in COLUMNS; None where a value does not exist."""
-        plain = [result for result in self.results if result.recipe == "fp32"]
-        losses = {(result.seed, result.steps): result.validation_loss for result in plain}
-        rows = []
-        for result in self.results:
-            row = {key: getattr(result, key, None) for key in COLUMNS}
-            if (base := losses.get((result.seed, result.steps))) is not None:
-                row["difference_to_fp32_percent"] = 100 * (result.validation_loss / base - 1)
-            rows.append({key: None if _is_nan(value) else value for key, value in row.items()})
-        return rows
+        far = zip(self.results, differences(self.results), strict=True)
+        return [_clean({key: getattr(result, key, percent) for key in COLUMNS}) for result, percent in far]
 
     def table(self) -> Table:
         """The table on screen; with a column of steps only where a run was stopped early."""
@@ -132,13 +124,11 @@ class Summary:
 
     def to_dict(self) -> dict:
         """Everything, in types that JSON knows; NaN (a diverged run) becomes null."""
-        results = {
-            result.recipe: _clean(
-                {"curve": asdict(result.curve), "sample": result.sample, "decisions": result.decisions}
-            )
+        runs = {
+            result.recipe: {"curve": asdict(result.curve), "sample": result.sample, "decisions": result.decisions}
             for result in self.results
         }
-        return {"about": self.about, "note": self.note(), "rows": self.rows(), "runs": results}
+        return _clean({"about": self.about, "note": self.note(), "rows": self.rows(), "runs": runs})
 
     def to_csv(self) -> str:
         """The rows, a heading first."""
@@ -181,13 +171,13 @@ def about(config: Config, seed: int) -> dict:
     }
 
 
-def _is_nan(value: object) -> bool:
-    return isinstance(value, float) and not math.isfinite(value)
+def differences(results: Sequence[Result]) -> list[float | None]:
+    """Of each result its validation loss against fp32's of the same seed and step, in per cent; None without one."""
+    base = {(one.seed, one.steps): one.validation_loss for one in results if one.recipe == "fp32"}
+    found = ((one.validation_loss, base.get((one.seed, one.steps))) for one in results)
+    return [None if other is None else 100 * (loss / other - 1) for loss, other in found]
 
 
-def _clean(value):
-    if isinstance(value, dict):
-        return {key: _clean(inner) for key, inner in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_clean(inner) for inner in value]
-    return None if _is_nan(value) else value
+def _clean(value: Any) -> Any:
+    """The value in types that JSON knows: None for what is not finite."""
+    return json.loads(json.dumps(value), parse_constant=lambda name: None)

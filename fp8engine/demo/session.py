@@ -23,7 +23,7 @@ from fp8engine.bench.steps import saved_bytes
 from fp8engine.demo import disk
 from fp8engine.demo.config import Config, DemoError, check_seed, read
 from fp8engine.demo.model import loss_of
-from fp8engine.demo.picture import ROLES, draw
+from fp8engine.demo.picture import draw
 from fp8engine.demo.precision import DEFAULT, PLAIN
 from fp8engine.demo.progress import Silent
 from fp8engine.demo.report import TABLE, Result, Summary, about
@@ -32,8 +32,7 @@ from fp8engine.errors import UnknownName
 from fp8engine.numerics.recipe import RECIPES
 from fp8engine.report.collect import inspect
 from fp8engine.report.folded import measured as measured_share
-from fp8engine.report.page import page
-from fp8engine.report.table import Report
+from fp8engine.scaling.table import ROLES
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 PROMPT = b"The "
@@ -73,6 +72,7 @@ def measured(trainer: Trainer, sampled: bool = True) -> Result:
     known = dict(curve.validation)
     report = inspect(trainer.model)
     totals = report.totals
+    decided = [layer for layer in report.layers if layer["recipe"] != "none"] if report.auto.plans else []
     return Result(
         recipe=trainer.recipe,
         seed=trainer.seed,
@@ -80,7 +80,6 @@ def measured(trainer: Trainer, sampled: bool = True) -> Result:
         train_loss=statistics.fmean(curve.losses[-20:]) if curve.losses else math.nan,
         validation_loss=known[trainer.steps_done] if trainer.steps_done in known else trainer.validate(),
         tokens_per_second=config.tokens_per_step / statistics.median(curve.seconds) if curve.seconds else math.nan,
-        seconds=sum(curve.seconds),
         activation_bytes=activation_bytes(trainer),
         fp8_flops_share=totals["fp8_flops_share"],
         saturated=measured_share(totals, "saturated"),
@@ -90,18 +89,8 @@ def measured(trainer: Trainer, sampled: bool = True) -> Result:
         sample=sample(trainer) if sampled else "",
         curve=curve,
         decisions=report.decisions,
-        formats=formats(report) if report.auto.plans else {},
+        formats={f"{layer['name']}.{role}": layer[role]["cast"] for layer in decided for role in ROLES},
     )
-
-
-def formats(report: Report) -> dict[str, str]:
-    """The cast of each slot of each converted layer, as the report writes it."""
-    return {
-        f"{layer['name']}.{role}": layer[role]["cast"]
-        for layer in report.layers
-        for role in ROLES
-        if layer["recipe"] != "none"
-    }
 
 
 def activation_bytes(trainer: Trainer) -> int:
@@ -185,11 +174,10 @@ def train(config: Config, session: Session, screen: Silent | None = None) -> Out
         _check_resumable(session)
     disk.check_writable(session.out)
     screen = screen or Silent()
-    results: list[Result] = []
-    common = about(config, session.seed)
+    summary = Summary(about(config, session.seed), [])
     written: list[Path] = []
     pages: list[Path] = []
-    shown = {session.recipes[0], *[recipe for recipe in session.recipes if recipe not in PLAIN][-1:]}
+    sampled = {session.recipes[0], *[recipe for recipe in session.recipes if recipe not in PLAIN][-1:]}
     with _signals() as received:
         for recipe in session.recipes:
             trainer = start(config, recipe, session.seed, session.keeping)
@@ -200,16 +188,16 @@ def train(config: Config, session: Session, screen: Silent | None = None) -> Out
                 return not received
 
             trainer.run(on_step, session.keeping)
-            results.append(measured(trainer, sampled=recipe in shown or bool(received)))
-            screen.done(recipe, results[-1].steps, results[-1].validation_loss)
-            written = Summary(common, results).write(session.out)
+            result = measured(trainer, sampled=recipe in sampled or bool(received))
+            summary.results.append(result)
+            screen.done(recipe, result.steps, result.validation_loss)
+            written = summary.write(session.out)
             pages += _explain(trainer, session.out)
             if received:
                 break
-    summary = Summary(common, results)
     picture = draw(summary, session.out / "loss.png")
-    written += [*([picture] if picture else []), *pages]
-    return Outcome(summary, written, received[0] if received else None)
+    files = [*written, *([picture] if picture else []), *pages]
+    return Outcome(summary, files, received[0] if received else None)
 
 
 def _check_resumable(session: Session) -> None:
@@ -235,7 +223,7 @@ def _explain(trainer: Trainer, folder: Path) -> list[Path]:
     if not report.auto.plans:
         return []
     html, plan = folder / f"{trainer.recipe}.html", folder / f"{trainer.recipe}-plan.json"
-    disk.write(html, page(report, trainer.curve.losses or None).encode(errors="replace"))
+    report.to_html(html, trainer.curve.losses or None)
     report.save_plan(plan)
     return [html, plan]
 
@@ -244,18 +232,13 @@ def _explain(trainer: Trainer, folder: Path) -> list[Path]:
 def _signals() -> Iterator[list[int]]:
     """The signals received so far: the first of a kind is only recorded, the second acts as it always does."""
     received: list[int] = []
-    if threading.current_thread() is not threading.main_thread():
-        yield received  # only the main thread may handle signals
-        return
-    before = {number: signal.getsignal(number) for number in SIGNALS}
 
     def record(number: int, frame: object) -> None:
         received.append(number)
-        usual = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
-        signal.signal(number, usual)
+        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
 
-    for number in SIGNALS:
-        signal.signal(number, record)
+    ours = threading.current_thread() is threading.main_thread()  # no other thread may handle signals
+    before = {number: signal.signal(number, record) for number in SIGNALS} if ours else {}
     try:
         yield received
     finally:

@@ -18,6 +18,7 @@ import zipfile
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -148,16 +149,8 @@ class Trainer:
     def identity(self) -> dict:
         """What must be equal for a run to be the same run; the device may differ."""
         config = self.config
-        return {
-            "recipe": self.recipe,
-            "seed": self.seed,
-            "size": config.size,
-            "shape": asdict(config.shape),
-            "steps": config.steps,
-            "batch": config.batch,
-            "lr": config.peak,
-            "text": self.text.digest,
-        }
+        about = {"recipe": self.recipe, "seed": self.seed, "size": config.size, "shape": asdict(config.shape)}
+        return about | {"steps": config.steps, "batch": config.batch, "lr": config.peak, "text": self.text.digest}
 
     def save(self, path: Path) -> None:
         """Write the run's state so that `path` is whole at any moment.  Raises DemoError where it cannot be written."""
@@ -179,85 +172,77 @@ class Trainer:
 
         Raises StateError, with nothing loaded, for a file that is not whole, holds code, or is of another run.
         """
-        content = _read(path, self.device)
-        _check_run(path, content["run"], self.identity())
-        _check_tensors(path, content["model"], self.model.state_dict())
-        _check_optimizer(path, content["optimizer"], self.optimizer)
-        curve = _curve(path, content["curve"])
-        if not isinstance(content["scaler"], dict) or set(content["scaler"]) != set(self.scaler.state_dict()):
+        saved, own = _read(path, self.device), self.identity()
+        theirs = saved["run"] if isinstance(saved["run"], Mapping) else {}
+        differ = [f"{key} {theirs.get(key)!r} there, {own[key]!r} here" for key in own if theirs.get(key) != own[key]]
+        if differ:
+            raise StateError(f"{path} is of another run: {'; '.join(differ)}. Nothing was loaded")
+        _check_tensors(path, saved["model"], self.model.state_dict())
+        _check_optimizer(path, saved["optimizer"], self.optimizer)
+        curve = _curve(path, saved["curve"])
+        if not isinstance(saved["scaler"], dict) or set(saved["scaler"]) != set(self.scaler.state_dict()):
             raise StateError(f"{path}: the loss scale is missing or of another kind; nothing was loaded")
-        load_scaling_state_dict(self.model, content["scaling"])
-        self.model.load_state_dict(content["model"])
-        self.optimizer.load_state_dict(content["optimizer"])
-        self.scaler.load_state_dict(content["scaler"])
+        load_scaling_state_dict(self.model, saved["scaling"])
+        self.model.load_state_dict(saved["model"])
+        self.optimizer.load_state_dict(saved["optimizer"])
+        self.scaler.load_state_dict(saved["scaler"])
         self.curve = curve
 
 
 def _read(path: Path, device: torch.device) -> dict:
+    """The content of a checkpoint that is whole and has all PARTS."""
     try:
         raw = path.read_bytes()
     except OSError as error:
         raise StateError(f"cannot read {path}: {error.strerror}") from error
-    broken = f"{path} is not a whole checkpoint ({len(raw)} bytes: cut short or damaged); delete it to start afresh"
+    content = None
     try:
-        with zipfile.ZipFile(io.BytesIO(raw)) as parts:
-            if parts.testzip() is not None:
-                raise StateError(broken)
-        content = torch.load(io.BytesIO(raw), map_location=device, weights_only=True)
+        with zipfile.ZipFile(io.BytesIO(raw)) as file:
+            if file.testzip() is None:
+                content = torch.load(io.BytesIO(raw), map_location=device, weights_only=True)
     except pickle.UnpicklingError as error:
         raise StateError(f"{path} holds more than tensors and plain values, and was not executed") from error
-    except (zipfile.BadZipFile, RuntimeError, EOFError, ValueError, KeyError) as error:
-        if isinstance(error, StateError):
-            raise
-        raise StateError(broken) from error
+    except (zipfile.BadZipFile, RuntimeError, EOFError, ValueError, KeyError):
+        content = None
+    if content is None:
+        broken = f"{len(raw)} bytes: cut short or damaged"
+        raise StateError(f"{path} is not a whole checkpoint ({broken}); delete it to start afresh")
     if not isinstance(content, dict) or set(content) != PARTS or content["version"] != VERSION:
         raise StateError(f"{path} is not a checkpoint of `fp8engine train`, version {VERSION}")
     return content
 
 
-def _check_run(path: Path, saved: object, own: dict) -> None:
-    saved = saved if isinstance(saved, Mapping) else {}
-    differ = [f"{key} {saved.get(key)!r} there, {own[key]!r} here" for key in own if saved.get(key) != own[key]]
-    if differ:
-        raise StateError(f"{path} is of another run: {'; '.join(differ)}. Nothing was loaded")
-
-
 def _check_tensors(path: Path, saved: object, own: Mapping[str, torch.Tensor]) -> None:
-    if not isinstance(saved, Mapping) or set(saved) != set(own):
-        names = set(saved) if isinstance(saved, Mapping) else set()
-        odd = sorted(map(str, names ^ set(own)))
-        raise StateError(f"{path}: {len(odd)} parameters missing or unknown, {odd[0]!r} the first; nothing was loaded")
-    for name, tensor in own.items():
-        _check_like(f"{path}: {name}", saved[name], tensor)
-
-
-def _check_optimizer(path: Path, saved: object, optimizer: torch.optim.Optimizer) -> None:
-    own = optimizer.state_dict()["param_groups"]
+    """Raise StateError unless the saved tensors have the names, shapes and dtypes of one's own."""
     saved = saved if isinstance(saved, Mapping) else {}
-    groups, states = saved.get("param_groups"), saved.get("state")
-    if (
-        not isinstance(groups, list)
-        or not isinstance(states, Mapping)
-        or list(map(_key, groups)) != list(map(_key, own))
-    ):
-        raise StateError(f"{path}: the optimizer's groups are not this run's; nothing was loaded")
+    if odd := sorted(map(str, set(saved) ^ set(own))):
+        raise StateError(f"{path}: {len(odd)} tensors missing or unknown, {odd[0]!r} the first; nothing was loaded")
+    for name, tensor in own.items():
+        there = saved[name]
+        if not isinstance(there, torch.Tensor) or there.shape != tensor.shape or there.dtype != tensor.dtype:
+            found = f"{there.dtype} {list(there.shape)}" if isinstance(there, torch.Tensor) else type(there).__name__
+            want = f"{tensor.dtype} {list(tensor.shape)}"
+            raise StateError(f"{path}: {name} is {found}; want {want}. Nothing was loaded")
+
+
+def _check_optimizer(path: Path, saved: Any, optimizer: torch.optim.Optimizer) -> None:
+    """Raise StateError unless it has the optimizer's groups, and AdamW's moments of all parameters or of none."""
+    own = optimizer.state_dict()["param_groups"]
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    for index, state in states.items():
-        if index not in range(len(parameters)) or set(state) != {"step", "exp_avg", "exp_avg_sq"}:
-            raise StateError(f"{path}: the optimizer's state of parameter {index} is not AdamW's; nothing was loaded")
-        for key in ("exp_avg", "exp_avg_sq"):
-            _check_like(f"{path}: optimizer's {key} of parameter {index}", state[key], parameters[index])
+    try:
+        groups, states = saved["param_groups"], saved["state"]
+        alike = [(set(group), group["params"]) for group in groups] == [(set(group), group["params"]) for group in own]
+        moments = {_of(key, index): state[key] for index, state in states.items() for key in state if key != "step"}
+    except (TypeError, KeyError, AttributeError):
+        alike, moments = False, {}
+    if not alike:
+        raise StateError(f"{path}: the optimizer's groups or state are not this run's; nothing was loaded")
+    known = {_of(key, i): like for i, like in enumerate(parameters) for key in ("exp_avg", "exp_avg_sq")}
+    _check_tensors(path, moments, known if moments else {})
 
 
-def _key(group: object) -> tuple:
-    """What tells one group of parameters from another."""
-    return (sorted(group), group.get("params")) if isinstance(group, dict) else ()
-
-
-def _check_like(what: str, saved: object, own: torch.Tensor) -> None:
-    if not isinstance(saved, torch.Tensor) or saved.shape != own.shape or saved.dtype != own.dtype:
-        found = f"{saved.dtype} {list(saved.shape)}" if isinstance(saved, torch.Tensor) else type(saved).__name__
-        raise StateError(f"{what} is {found}; want {own.dtype} {list(own.shape)}. Nothing was loaded")
+def _of(key: str, index: int) -> str:
+    return f"optimizer's {key} of parameter {index}"
 
 
 def _curve(path: Path, saved: object) -> Curve:

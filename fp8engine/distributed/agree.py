@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch.distributed as dist
+from torch import nn
 
 from fp8engine.errors import Fp8EngineError, ParallelError
+from fp8engine.nn.linear import Float8Module
 
 SAME = "call it with the same model and options on every rank"
 
@@ -51,3 +53,13 @@ def agree(
                 f"{caller}: ranks differ in {len(different)} things; {key} is {first.get(key, 'missing')} on rank 0 "
                 f"of the group and {other.get(key, 'missing')} on rank {rank}: {remedy}"
             )
+
+
+def layers_of(model: nn.Module) -> dict[str, object]:
+    """The converted layers of a model, their sizes and recipes, as ranks compare them."""
+    found = {}
+    for name, module in model.named_modules():
+        if isinstance(module, Float8Module):
+            recipe, shapes = module.numerics.recipe, [tuple(p.shape) for p in module.parameters(recurse=False)]
+            found[f"layer {name}"] = shapes, str(recipe), recipe.to_json()  # what the text leaves out is in the second
+    return found

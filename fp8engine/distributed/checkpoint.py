@@ -27,8 +27,8 @@ from torch import nn
 
 from fp8engine import _torch, files
 from fp8engine.distributed.agree import agree
+from fp8engine.distributed.amax import join_now
 from fp8engine.errors import StateError
-from fp8engine.nn.linear import float8_modules
 from fp8engine.ops import ranks
 
 METADATA = ".metadata"  # torch's name for it; a folder that has it is whole
@@ -59,15 +59,12 @@ def save(
     """
     from torch.distributed import checkpoint
 
-    for state in {id(layer.numerics.state): layer.numerics.state for layer in float8_modules(model)}.values():
-        if state.ranks and state.delayed:
-            ranks.join(state.live_2S[0], state.ranks, torch.zeros_like(state.saved_1))
+    join_now(model)
     parts: dict[str, Any] = _tensors(model, optimizer)
     for name, other in others.items():
-        written = io.BytesIO()
-        torch.save(other.state_dict(), written)
+        written = packed(other.state_dict())
         if ranks.first():  # torch writes any one rank's of those that have the name
-            parts[name] = written.getvalue()
+            parts[name] = written
     into: list[Any] = [None]
     failed = f"{os.fspath(path)} was not saved, and what was there is unchanged"
 
@@ -110,6 +107,13 @@ def load(
         other.load_state_dict(states[name])  # first: it checks before it changes anything
     optimizers = () if optimizer is None else optimizer
     set_state_dict(model, optimizers, model_state_dict=copies["model"], optim_state_dict=copies.get("optimizer", {}))
+
+
+def packed(state: Any) -> bytes:
+    """A state as bytes, which DCP writes as they are."""
+    written = io.BytesIO()
+    torch.save(state, written)
+    return written.getvalue()
 
 
 def has_checkpoint(path: str | os.PathLike) -> bool:
@@ -158,9 +162,7 @@ def _begin(path: Path) -> Path:
 
 def _finish(path: Path, into: Path) -> None:
     """Make what was written to the folder `into` the checkpoint, and remove what was it before."""
-    from torch.distributed.checkpoint import FileSystemReader
-
-    folder, metadata = into.parent, FileSystemReader(into).read_metadata()
+    folder, metadata = into.parent, _metadata(into)
     metadata.storage_data = {
         name: replace(stored, relative_path=f"{into.name}/{stored.relative_path}")
         for name, stored in metadata.storage_data.items()
@@ -178,17 +180,21 @@ def _finish(path: Path, into: Path) -> None:
 
 def _tidy(folder: Path) -> None:
     """Remove what saves have left in a folder that its metadata does not name, as far as the system lets us."""
-    from torch.distributed.checkpoint import FileSystemReader
-
     used = set()
     if (folder / METADATA).exists():
-        named = FileSystemReader(folder).read_metadata().storage_data.values()
-        used = {Path(stored.relative_path).parts[0] for stored in named}
+        used = {Path(stored.relative_path).parts[0] for stored in _metadata(folder).storage_data.values()}
     for each in (*folder.glob(f"{DATA}*"), *folder.glob("__*.distcp")):  # the second: torch's own layout
         if each.name not in used:
             shutil.rmtree(each, ignore_errors=True)
             with contextlib.suppress(OSError):
                 each.unlink(missing_ok=True)
+
+
+def _metadata(folder: Path) -> Any:
+    """What torch has written of the checkpoint in a folder.  Raises OSError where nothing is."""
+    from torch.distributed.checkpoint import FileSystemReader
+
+    return FileSystemReader(folder).read_metadata()
 
 
 def _tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
@@ -209,10 +215,9 @@ def _copy(x: Any) -> Any:
 
 def _check(path: Path, wanted: dict[str, Any]) -> object:
     """What names the save that this rank finds there.  Raises StateError where there is none, or of other tensors."""
-    from torch.distributed.checkpoint import FileSystemReader
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-    metadata = FileSystemReader(_whole(path) or path).read_metadata()
+    metadata = _metadata(_whole(path) or path)
     there = metadata.state_dict_metadata
     sizes = {name: tuple(kept.size) for name, kept in there.items() if isinstance(kept, TensorStorageMetadata)}
     for name, x in _flat(wanted):

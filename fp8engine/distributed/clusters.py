@@ -73,14 +73,13 @@ class Work:
 
     def seconds(self, rate: float, fp8: bool) -> float:
         """Predicted time of the matmuls and casts."""
-        linear = sum(2 * self.matmuls * self.tokens * n * k * count for n, k, count in self.layers)
         if not fp8:
             return self.flops / rate
-        fast = (
-            2 * self.matmuls * self.tokens * n * k * count / speedup(self.recipe, self.tokens, n, k)
+        spared = (
+            2 * self.matmuls * self.tokens * n * k * count * (1 - 1 / speedup(self.recipe, self.tokens, n, k))
             for n, k, count in self.layers
         )
-        return (self.flops - linear + sum(fast)) / rate
+        return (self.flops - sum(spared)) / rate
 
 
 def predict(cluster: Cluster, work: Work, fp8: bool, sent: Iterable[tuple[float, int, int]]) -> dict[str, float]:

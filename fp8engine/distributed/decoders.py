@@ -103,29 +103,6 @@ class Enter(ParallelStyle):
         return module
 
 
-class Whole(ParallelStyle):
-    """A layer that stays whole on every rank: its parameters become DTensors as those of all other layers are.
-
-    Optimizers and clip_grad_norm_ take either plain tensors or DTensors, and no mixture.  Tied parameters stay one.
-    """
-
-    def __init__(self):
-        super().__init__()
-        self.made: dict[nn.Parameter, nn.Parameter] = {}
-
-    def __repr__(self) -> str:
-        return "Whole()"
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        for name, parameter in list(module.named_parameters(recurse=False)):
-            if parameter not in self.made:
-                self.made[parameter] = _replicated(parameter, device_mesh)
-            module.register_parameter(name, self.made[parameter])
-        module.register_forward_pre_hook(lambda _, inputs: (_from(inputs[0], device_mesh, Replicate()), *inputs[1:]))
-        module.register_forward_hook(lambda _, inputs, y: y.to_local())
-        return module
-
-
 class Normed(ParallelStyle):
     """A norm of this rank's part of a tensor, whose parameters' gradients are sums over ranks.
 
@@ -133,32 +110,46 @@ class Normed(ParallelStyle):
     tensor; else a DTensor, whose shape is the whole's, which transformers' attention reads before q, k and v gather it.
     """
 
-    def __init__(self, layouts: Shard, *, output_layouts: Placement | None = None, use_local_output: bool = False):
+    def __init__(self, layouts: Placement, *, output_layouts: Placement | None = None, use_local_output: bool = False):
         super().__init__()
         self.layouts, self.outputs, self.local = layouts, output_layouts or layouts, use_local_output
+        self.made: dict[nn.Parameter, nn.Parameter] = {}
 
     def __repr__(self) -> str:
         return f"Normed({self.layouts}, output_layouts={self.outputs}, use_local_output={self.local})"
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        layouts, outputs, local = self.layouts, self.outputs, self.local  # hooks that kept `self` would keep `made`
+
         def leave(_: nn.Module, inputs: tuple, y: DTensor) -> torch.Tensor:
-            y = y.redistribute(placements=[self.outputs])
-            return y.to_local() if self.local else y
+            y = y.redistribute(placements=[outputs])
+            return y.to_local() if local else y
 
         for name, parameter in list(module.named_parameters(recurse=False)):
-            module.register_parameter(name, _replicated(parameter, device_mesh))
-        module.register_forward_pre_hook(lambda _, inputs: (_from(inputs[0], device_mesh, self.layouts), *inputs[1:]))
+            if parameter not in self.made:
+                whole = distribute_tensor(parameter, device_mesh, [Replicate()])
+                self.made[parameter] = nn.Parameter(whole, requires_grad=parameter.requires_grad)
+            module.register_parameter(name, self.made[parameter])
+        module.register_forward_pre_hook(lambda _, inputs: (_from(inputs[0], device_mesh, layouts), *inputs[1:]))
         module.register_forward_hook(leave)
         return module
 
 
+class Whole(Normed):
+    """A layer that stays whole on every rank: its parameters become DTensors as those of all other layers are.
+
+    Optimizers and clip_grad_norm_ take either plain tensors or DTensors, and no mixture.  Tied parameters stay one.
+    """
+
+    def __init__(self):
+        super().__init__(Replicate(), use_local_output=True)
+
+    def __repr__(self) -> str:
+        return "Whole()"
+
+
 def _from(x: torch.Tensor, mesh: DeviceMesh, placement: Placement) -> DTensor:
     return DTensor.from_local(x, mesh, [placement], run_check=False)
-
-
-def _replicated(parameter: nn.Parameter, mesh: DeviceMesh) -> nn.Parameter:
-    whole = distribute_tensor(parameter, mesh, [Replicate()])
-    return nn.Parameter(whole, requires_grad=parameter.requires_grad)
 
 
 def _stack(model: nn.Module) -> tuple[str, nn.Module]:

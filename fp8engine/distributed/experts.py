@@ -10,7 +10,7 @@ rounding there is.  By recipe:
 
     rowwise, blockwise    x, dy    scales are powers of two within a row: cast twice, a row has the same values;
                                    not dy where the last layer has a bias, whose gradient sums dy uncast
-    current               x        one scale for the rows of all ranks, from one MAX all-reduce of a number
+    current               x        one scale for the rows of all ranks, from one MAX all-reduce of three numbers
     rowwise_gw_hp         none     its wgrad reads x and dy in 16 bits
     delayed               none     ranks predict scales from what each has seen
 """
@@ -30,7 +30,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from fp8engine import _torch
 from fp8engine.autograd.numerics import Numerics
 from fp8engine.distributed.agree import agree
-from fp8engine.distributed.routes import Route, ToExperts, ToTokens
+from fp8engine.distributed.routes import Route, crossed
 from fp8engine.errors import ParallelError, UnknownName
 from fp8engine.nn.experts import Float8Experts, matrices
 from fp8engine.nn.grouped import GroupedLinear
@@ -125,19 +125,30 @@ class _Exchange:
     def __init__(self, layers: list[_Layer], mesh: DeviceMesh, fp8: Collection[str] | None):
         self.layers, self.mesh, self.fp8 = layers, mesh, fp8
 
+    @_torch.outside_of_graphs  # sizes of rows are numbers on the host
     def __call__(self, local: Callable, x_TK: torch.Tensor, sizes: Any) -> torch.Tensor:
-        return _exchanged(self, local, x_TK, sizes)
+        first, slot = self.layers[0], None
+        numerics, name = first.numerics, "experts"
+        if numerics is not None:
+            numerics.state.enter()  # a step that begins here may change recipes
+            name = numerics.name
+        x, y, dy, dx = casts = [self._cast(name) for name in TRANSFERS]
+        # Under its own cast the layer reads codes, which say no amax; under another it casts, and enters its own scale.
+        if numerics is not None and x == numerics.recipe.forward[0]:
+            slot = numerics.slot("input", record=torch.is_grad_enabled() or in_backward(), count=False)
+        told = ", ".join(f"{key} {cast or 'it is'}" for key, cast in zip(TRANSFERS, casts, strict=True))
+        kind = f"rows of {x_TK.dtype}, sent as {told}"
+        route = Route(x_TK, sizes, (first.shape[0], first.shape[2]), self.mesh.get_group(), kind, name)
+        rows = crossed(x_TK, route, True, (x, dx), slot)
+        return crossed(local(rows, route.sizes), route, False, (y, dy))
 
-    def casts(self) -> dict[str, Cast | None]:
-        """How each transfer is cast now, None for its own dtype; recipes may change from step to step."""
-        found = {}
-        for name in TRANSFERS:
-            layer = self.layers[0 if name in ("input", "grad_input") else -1]
-            numerics = layer.numerics
-            cast = None if numerics is None else _own_cast(name, numerics.recipe, layer.has_bias)
-            chosen = cast is not None if self.fp8 is None else name in self.fp8
-            found[name] = (cast or BY_ROW) if chosen and numerics is not None and numerics.recipe.is_fp8 else None
-        return found
+    def _cast(self, name: str) -> Cast | None:
+        """How a transfer is cast now, None for its own dtype; recipes may change from step to step."""
+        layer = self.layers[0 if name in ("input", "grad_input") else -1]
+        if layer.numerics is None or not layer.numerics.recipe.is_fp8:
+            return None
+        cast = _own_cast(name, layer.numerics.recipe, layer.has_bias)
+        return (cast or BY_ROW) if (cast is not None if self.fp8 is None else name in self.fp8) else None
 
 
 def _own_cast(name: str, recipe: Recipe, has_bias: bool) -> Cast | None:
@@ -152,26 +163,6 @@ def _own_cast(name: str, recipe: Recipe, has_bias: bool) -> Cast | None:
         return cast
     # One scale for all ranks' rows: x is read as codes, by wgrad too; dy arrives as values, which meet another scale.
     return cast if name == "input" and cast.per_tensor and not cast.delayed else None
-
-
-def _run(exchange: _Exchange, local: Callable, x_TK: torch.Tensor, sizes: Any) -> torch.Tensor:
-    first, slot = exchange.layers[0], None
-    numerics, name = first.numerics, "experts"
-    if numerics is not None:
-        numerics.state.enter()  # a step that begins here may change recipes
-        name = numerics.name
-    casts = exchange.casts()
-    # Under its own cast the layer reads codes, which say no amax; under another it casts, and enters its own scale.
-    if numerics is not None and casts["input"] == numerics.recipe.forward[0]:
-        slot = numerics.slot("input", record=torch.is_grad_enabled() or in_backward(), count=False)
-    kind = f"rows of {x_TK.dtype}, sent as " + ", ".join(f"{key} {cast or 'it is'}" for key, cast in casts.items())
-    route = Route(x_TK, sizes, (first.shape[0], first.shape[2]), exchange.mesh.get_group(), kind, name)
-    rows = ToExperts.apply(x_TK, route, casts["input"], casts["grad_input"], slot)
-    y_RN = local(rows, route.sizes)
-    return ToTokens.apply(y_RN, route, casts["output"], casts["grad_output"])  # pyright: ignore[reportReturnType]
-
-
-_exchanged = _torch.outside_of_graphs(_run)  # sizes of rows are numbers on the host
 
 
 def _layers(module: nn.Module) -> list[_Layer]:

@@ -20,14 +20,20 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from fp8engine import _torch
 from fp8engine._torch import Model, plain_name
-from fp8engine.autograd.gathered import why_not
 from fp8engine.convert.blocks import repeated_blocks
 from fp8engine.convert.select import linear_layers, parameter_of
-from fp8engine.distributed.agree import agree
+from fp8engine.distributed.agree import agree, layers_of
+from fp8engine.distributed.amax import reduce_amax, states_of
 from fp8engine.distributed.gathers import GATHER
-from fp8engine.distributed.sharded_weight import ShardedWeight
-from fp8engine.distributed.weight_samples import sample_weights
-from fp8engine.distributed.weight_scales import Rows, Shard, WeightScales
+from fp8engine.distributed.sharded_weight import (
+    EXPERTS,
+    Scales,
+    ShardedWeight,
+    never_as_codes,
+    not_as_codes,
+    numerics_of,
+)
+from fp8engine.distributed.weight_scales import WeightScales, sample_weights
 from fp8engine.errors import ParallelError, ParallelWarning, StrictError
 from fp8engine.nn.linear import Float8Module, float8_modules
 from fp8engine.nn.serving import Served
@@ -36,7 +42,6 @@ from fp8engine.ops.library import in_backward
 from fp8engine.scaling.sample import outside_of_autocast
 from fp8engine.scaling.table import ScalingState
 
-EXPERTS = "it holds the weights of several experts, which fe.distributed.ExpertParallel divides instead"
 UNCOUNTED = 64  # forwards after which a model whose optimizer is not seen is told so
 UNCOMPARED = ("ignored_params", "shard_placement_fn")  # options that are no plain values
 
@@ -82,7 +87,7 @@ def fsdp(
             "dimension, such as mesh['dp'], or two with names, (replicas, shards), as fully_shard asks"
         )
     blocks = repeated_blocks(model) if blocks is None else list(blocks)
-    everyone = _group_of(mesh)
+    everyone = group_of(mesh)
     _check_alike(model, blocks, everyone, fully_shard_options)
     if not blocks:
         warnings.warn(
@@ -95,8 +100,7 @@ def fsdp(
         fully_shard(block, mesh=mesh, **fully_shard_options)
     fully_shard(model, mesh=mesh, **fully_shard_options)
     gather_fp8(model)
-    for layer in layers:  # scales are predicted from the largest amaxes of all ranks, which see different tokens
-        layer.numerics.state.ranks = everyone.group_name
+    reduce_amax(model, everyone)  # scales are predicted from the largest amaxes of all ranks
     return model
 
 
@@ -111,12 +115,9 @@ def gather_fp8(model: Model, *, strict: bool = False) -> Model:
     from torch.distributed.fsdp import FSDPModule
 
     here = "fe.distributed.gather_fp8"
-    layers = float8_modules(model)
-    if not layers:
-        raise ParallelError(f"{here}: {type(model).__name__} has no converted layers; call fe.convert first")
+    _check_converted(here, model)
     if any(GATHER in vars(module) for module in model.modules()):
         raise ParallelError(f"{here}: {type(model).__name__} is gathered in FP8 already: call it, or fsdp, once")
-    _refuse_codes(here, model)
     sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
     parameters = [parameter for module in sharded for parameter in _torch.sharded_parameters(module)]
     if not parameters:
@@ -129,8 +130,7 @@ def gather_fp8(model: Model, *, strict: bool = False) -> Model:
         raise ParallelError(f"{here}: weights are sharded over {len(groups)} groups of ranks; one is supported")
     owners = (parameter._module_info for parameter in parameters)
     _tell_of_experts(here, model, {(id(owner.module), owner.param_name) for owner in owners}, strict)
-    states = {id(layer.numerics.state): layer.numerics.state for layer in layers}
-    gather = Gather(sharded, list(states.values()))
+    gather = Gather(sharded, states_of(model))
     setattr(model, GATHER, gather)
     gather.watch(model)
     return model
@@ -139,30 +139,38 @@ def gather_fp8(model: Model, *, strict: bool = False) -> Model:
 class Gather:
     """All weights of a model that are gathered as FP8 codes, and the scales that ranks share.
 
-    modules: that fully_shard was called on.  states: of the converted layers.  weights: by layer and parameter.
-    scales: their table.
+    modules: that fully_shard was called on.  states: of the converted layers.  parameters: all that are sharded.
+    weights: those that codes can stand for.  scales: their table.  current: whether a forward of the root, which has
+    joined amaxes, is under way.
     """
 
     def __init__(self, modules: Sequence[nn.Module], states: list[ScalingState]):
-        self.states = states
+        self.states, self.current = states, False
         self.parameters = [(module, each) for module in modules for each in _torch.sharded_parameters(module)]
         _, first = self.parameters[0]
-        mesh = first.shard_mesh_from_root
-        self.scales = WeightScales(mesh.get_group(), first.device)
-        self.weights: list[ShardedWeight] = []
+        self.scales = WeightScales(first.shard_mesh_from_root.get_group(), first.device)
         self.trained: list[int] = []  # optimizer steps of the states when the last forward with gradients began
         self.versions: list[tuple] = []  # of the weights, then
         self.uncounted = 0  # forwards with gradients before the first optimizer step
-        for module, parameter in self.parameters:
-            found = _sharded(parameter, mesh, self.scales)
-            if found is not None:
-                found.module, found.everything = module, self.rows
-                self.weights.append(found)
-                found.follow()
+        self.weights = [
+            ShardedWeight(module, parameter, numerics, self.scales_of)
+            for module, parameter in self.parameters
+            if (numerics := numerics_of(parameter)) is not None and not never_as_codes(parameter)
+        ]
+        for weight in self.weights:
+            weight.follow()
 
-    def rows(self) -> Rows:
-        """What gives this rank's rows, of every weight that is gathered as codes now."""
-        return {weight.shard: weight.rows for weight in self.weights if weight.shard.chosen is not None}
+    def as_codes(self) -> list[ShardedWeight]:
+        """The weights that are gathered as codes now."""
+        return [weight for weight in self.weights if weight.chosen is not None]
+
+    def scales_of(self, weight: ShardedWeight) -> Scales:
+        """A weight's scales.  Outside of the root's forward (a block that is called by itself, `unshard()`) amaxes are
+        joined anew: weights may have changed since, which no counter tells.
+        """
+        if weight not in self.scales.found or not (self.current or in_backward()):
+            self.scales.join(self.as_codes())
+        return self.scales.found[weight]
 
     def watch(self, model: nn.Module) -> None:
         """Join the amaxes when a forward of the model begins, before fully_shard gathers the root's own weights."""
@@ -201,7 +209,7 @@ class Gather:
             weight.attach()
         steps, trains = [state.optimizer_steps for state in self.states], torch.is_grad_enabled()
         if not in_backward():
-            self.scales.current = True
+            self.current = True
             if steps != self.trained:
                 for weight in self.weights:
                     weight.follow()
@@ -209,11 +217,11 @@ class Gather:
             if steps == self.trained and versions == self.versions and any(steps) and trains:
                 self.scales.predict()
             else:
-                self.scales.join(self.rows())
+                self.scales.join(self.as_codes())
             self.versions = versions if trains else []
             if trains or any(state.decides_next for state in self.states):
                 with outside_of_autocast(self.states[0].device):
-                    sample_weights(self.rows(), self.scales.group)
+                    sample_weights(self.as_codes(), self.scales.group)
             self._tell(trains and not any(steps))
         if trains:
             self.trained = steps
@@ -223,11 +231,8 @@ class Gather:
     def _tell(self, uncounted: bool) -> None:
         """Say once that recipes stay as they are because no step has ended."""
         self.uncounted += uncounted
-        if (
-            uncounted
-            and self.uncounted == UNCOUNTED
-            and any(state.must_wait and state.controller for state in self.states)
-        ):
+        waits = any(state.must_wait and state.controller for state in self.states)
+        if uncounted and self.uncounted == UNCOUNTED and waits:
             warnings.warn(
                 f"fe.distributed.fsdp: auto changes recipes between the steps of an optimizer of torch, and none has "
                 f"stepped these parameters in {UNCOUNTED} forwards: call fe.weights_changed(model) after each update",
@@ -237,52 +242,26 @@ class Gather:
 
     def _end(self, *_: object) -> None:
         """A forward has ended.  One without gradients leaves no weight as codes, which torch's root would keep so."""
-        self.scales.current &= in_backward()
+        self.current &= in_backward()
         if not torch.is_grad_enabled():
             for module in {weight.module for weight in self.weights}:
                 cast(Any, module).reshard()
 
 
-def _sharded(parameter: Any, mesh: dist.DeviceMesh, scales: WeightScales) -> ShardedWeight | None:
-    """A parameter of fully_shard as a weight that may be gathered as codes; None for what is no weight of a layer."""
-    owner = parameter._module_info
-    module, name = owner.module, owner.param_name
-    numerics = module.numerics_of(name) if isinstance(module, Float8Module) else None
-    if numerics is None:
-        return None
-    size = parameter._orig_size
-    fixed = ""
-    if owner.shared_modules:
-        fixed = "other modules read the same weight"
-    elif len(size) != 2:
-        fixed = EXPERTS
-    elif parameter.fsdp_placement.dim != 0:
-        fixed = f"it is sharded along dimension {parameter.fsdp_placement.dim}"
-    rows = parameter.padded_sharded_param_size[0] if size else 0
-    first = min(rows * mesh.get_local_rank(), size[0]) if size else 0
-    shard = Shard(numerics, (size[0], size[-1]), first, module.transposed)
-    weight = ShardedWeight(parameter, shard, scales, fixed)
-    if not fixed:
-        weight.attach()
-    return weight
-
-
 def _check(model: nn.Module, layers: list[Float8Module], options: dict) -> None:
     """What one rank can see by itself."""
     here = "fe.distributed.fsdp"
-    if not dist.is_available() or not dist.is_initialized():
+    if not ranks.running():
         raise ParallelError(f"{here}: torch.distributed is not initialised; call init_process_group first")
-    if not layers:
-        raise ParallelError(f"{here}: {type(model).__name__} has no converted layers; call fe.convert first")
+    _check_converted(here, model)
     for name, module in model.named_modules():
         if found := _torch.wrapper_of(module):
             where = f"its part {name!r}" if name else "the model"
             raise ParallelError(f"{here}: {where} is under {found} already: convert, shard once, then wrap")
-    _refuse_codes(here, model)
     again = options.get("reshard_after_forward")
     if isinstance(again, int) and not isinstance(again, bool):
         _refuse_partial_reshard(here, again)
-    if options.get("shard_placement_fn") is not None and any(why_not(layer.numerics.recipe) == "" for layer in layers):
+    if options.get("shard_placement_fn") is not None and any(not_as_codes(layer.numerics) == "" for layer in layers):
         warnings.warn(
             f"{here}: weights that shard_placement_fn shards along another dimension than 0 are "
             "gathered in high precision",
@@ -291,8 +270,10 @@ def _check(model: nn.Module, layers: list[Float8Module], options: dict) -> None:
         )
 
 
-def _refuse_codes(here: str, model: nn.Module) -> None:
-    """Raise ParallelError for a model that stores weights as FP8 codes alone: a rank's codes would be cast again."""
+def _check_converted(here: str, model: nn.Module) -> None:
+    """Raise ParallelError for a model that is not converted, and for one that stores weights as FP8 codes alone."""
+    if not float8_modules(model):
+        raise ParallelError(f"{here}: {type(model).__name__} has no converted layers; call fe.convert first")
     stored = [plain_name(model, name) for name, module in model.named_modules() if isinstance(module, Served)]
     if stored:
         raise ParallelError(
@@ -332,21 +313,16 @@ def _refuse_partial_reshard(here: str, ranks: int) -> NoReturn:
 
 def _check_alike(model: nn.Module, blocks: list[nn.Module], group: dist.ProcessGroup, options: dict) -> None:
     """Raise ParallelError on every rank where ranks were called differently."""
-    layers = float8_modules(model)
     names = {id(module): name for name, module in model.named_modules()}
     names_of = {id(parameter): name for name, parameter in model.named_parameters()}
     described = {
-        **{f"layer {names[id(layer)]}": (_shapes(layer), str(layer.numerics.recipe.to_json())) for layer in layers},
+        **layers_of(model),
         **{f"block {names.get(id(block), '?')}": type(block).__name__ for block in blocks},
         **{f"option {name}": str(value) for name, value in options.items() if name not in UNCOMPARED},
         # Sorted: ranks go through a set of parameters in different orders.
         "option ignored_params": sorted(names_of[id(each)] for each in options.get("ignored_params") or ()),
     }
     agree("fe.distributed.fsdp", described, group)
-
-
-def _shapes(layer: Float8Module) -> list[tuple]:
-    return [tuple(parameter.shape) for parameter in layer.parameters(recurse=False)]
 
 
 def _device_type(layers: list[Float8Module]) -> str:
@@ -356,12 +332,6 @@ def _device_type(layers: list[Float8Module]) -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def _group_of(mesh: dist.DeviceMesh) -> dist.ProcessGroup:
+def group_of(mesh: dist.DeviceMesh) -> dist.ProcessGroup:
     """The group of all ranks of a mesh."""
-    if mesh.ndim == 1:
-        return mesh.get_group()
-    ranks = mesh.mesh.flatten().tolist()
-    everyone = dist.group.WORLD
-    if everyone is not None and len(ranks) == everyone.size():
-        return everyone
-    return cast(dist.ProcessGroup, dist.new_group(ranks, use_local_synchronization=True))
+    return (mesh if mesh.ndim == 1 else mesh._flatten()).get_group()

@@ -10,8 +10,7 @@ import torch
 from torch import nn
 
 from fp8engine import _torch
-from fp8engine.autograd.gathered import why_not
-from fp8engine.nn.linear import Float8Module
+from fp8engine.distributed.sharded_weight import never_as_codes, not_as_codes, numerics_of
 
 GATHER = "_fp8engine_gather"  # attribute of a root that `fsdp` was called on
 ASKED = "fully_shard was called, not fe.distributed.fsdp"
@@ -36,29 +35,20 @@ def gathers(model: nn.Module) -> dict[tuple[int, str], Gathered]:
     fsdp = sys.modules.get("torch.distributed.fsdp")  # nothing is sharded where nobody has imported it
     if fsdp is None:
         return {}
-    weights = [
-        weight for module in model.modules() if GATHER in vars(module) for weight in vars(module)[GATHER].weights
-    ]
-    reasons = {id(weight.parameter): weight.reason() for weight in weights}
+    ours = {id(each) for m in model.modules() if GATHER in vars(m) for _, each in vars(m)[GATHER].parameters}
     found = {}
     for module in model.modules():
-        if isinstance(module, fsdp.FSDPModule):
-            for parameter in _torch.sharded_parameters(module):
-                owner = parameter._module_info
-                layer, name = owner.module, owner.param_name
-                numerics = layer.numerics_of(name) if isinstance(layer, Float8Module) else None
-                if numerics is not None:
-                    fixed = bool(owner.shared_modules) or len(parameter._orig_size) != 2
-                    possible = not (fixed or why_not(numerics.recipe))
-                    found[id(layer), name] = _bytes(parameter, reasons.get(id(parameter), ASKED), possible)
+        for parameter in _torch.sharded_parameters(module) if isinstance(module, fsdp.FSDPModule) else ():
+            if (numerics := numerics_of(parameter)) is not None:
+                dtype: torch.dtype = parameter.mp_policy.param_dtype or parameter.sharded_param.dtype
+                others = parameter.shard_mesh_from_root.size() - 1
+                elements = math.prod(parameter.padded_sharded_param_size) * others
+                cannot = never_as_codes(parameter) or not_as_codes(numerics)
+                why = cannot if id(parameter) in ours else ASKED
+                plain, owner = elements * dtype.itemsize, parameter._module_info
+                gathered = Gathered(why, plain if why else elements, plain, plain if cannot else elements)
+                found[id(owner.module), owner.param_name] = gathered
     return found
-
-
-def _bytes(parameter, why: str, possible: bool) -> Gathered:
-    dtype: torch.dtype = parameter.mp_policy.param_dtype or parameter.sharded_param.dtype
-    elements = math.prod(parameter.padded_sharded_param_size) * (parameter.shard_mesh_from_root.size() - 1)
-    plain = elements * dtype.itemsize
-    return Gathered(why, plain if why else elements, plain, elements if possible else plain)
 
 
 def totals(found: dict[tuple[int, str], Gathered]) -> dict | None:

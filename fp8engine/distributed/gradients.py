@@ -152,7 +152,7 @@ def _exchange(x_RN: torch.Tensor, group: dist.ProcessGroup, wait: bool) -> tuple
 
     wait: the result may be read at once on the current stream; else after the work.
     """
-    sent_RB = pack(x_RN, ON_THE_WIRE)
+    sent_RB, _ = pack(x_RN, ON_THE_WIRE)
     received_RB = torch.empty_like(sent_RB)
     work = dist.all_to_all_single(received_RB.view(-1), sent_RB.view(-1), group=group, async_op=not wait)
     return work, received_RB

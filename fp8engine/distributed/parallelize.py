@@ -13,7 +13,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 
 from fp8engine._torch import Model
 from fp8engine.convert.blocks import repeated_blocks
-from fp8engine.distributed.agree import agree
+from fp8engine.distributed.agree import agree, layers_of
 from fp8engine.distributed.shard import COLUMNS
 from fp8engine.distributed.styles import _Style
 from fp8engine.errors import ParallelError, UnknownName
@@ -50,7 +50,8 @@ def tensor_parallel(
     mesh = _one_dimension(mesh, dim)
     problems = list(_problems(model, plan, mesh.size()))[:8]
     problem = "; ".join([*problems, "nothing was divided"]) if problems else None
-    agree("tensor_parallel", _described(model, plan), mesh.get_group(), problem)
+    said = layers_of(model) | {f"the plan's {pattern!r}": str(style) for pattern, style in plan.items()}
+    agree("tensor_parallel", said, mesh.get_group(), problem)
     parallelize_module(model, mesh, dict(plan))  # in place
     for block in repeated_blocks(model) or [model]:
         _sum_over_ranks(block)
@@ -120,8 +121,9 @@ def _problems(model: nn.Module, plan: Mapping[str, ParallelStyle], ranks: int) -
             elif type(style) in TORCHS and isinstance(module, Float8Module) and module.numerics.recipe.is_fp8:
                 ours = TORCHS[type(style)]
                 yield f"{name}: torch's {type(style).__name__} divides no FP8 layer: use fe.distributed.{ours}"
-    yield from _heads(model, plan, ranks)
-    yield from _halves(model, {name: plan[pattern] for name, pattern in divided.items()})
+    styles: dict[str, Any] = {name: plan[pattern] for name, pattern in divided.items()}
+    yield from _heads(model, styles, ranks)
+    yield from _halves(model, styles)
 
 
 def _halves(model: nn.Module, styles: Mapping[str, Any]) -> Iterator[str]:
@@ -150,14 +152,9 @@ def _halves(model: nn.Module, styles: Mapping[str, Any]) -> Iterator[str]:
             )
 
 
-def _heads(model: nn.Module, plan: Mapping[str, ParallelStyle], ranks: int) -> Iterator[str]:
-    """Attentions whose heads the ranks do not divide."""
-    by_columns = {
-        name
-        for pattern, style in plan.items()
-        if isinstance(style, _Style) and style.by == COLUMNS
-        for name, _ in _matches(model, pattern)
-    }
+def _heads(model: nn.Module, styles: Mapping[str, Any], ranks: int) -> Iterator[str]:
+    """Attentions whose heads the ranks do not divide.  styles: Colwise or Rowwise of the layers in the plan."""
+    by_columns = {name for name, style in styles.items() if style.by == COLUMNS}
     for name, (q, k, *counts) in _attentions(model).items():
         if {q, k} & by_columns and any(count % ranks for count in counts):
             yield f"{name}: {counts[0]} heads, {counts[1]} of keys, are not divisible by {ranks} ranks: use fewer"
@@ -169,12 +166,8 @@ def _attentions(model: nn.Module) -> dict[str, tuple[str, str, int, int]]:
     for name, module in model.named_modules():
         prefix = f"{name}." if name else ""
         if isinstance(module, Attention):
-            found[name] = (
-                f"{prefix}q_proj",
-                f"{prefix}k_proj",
-                module.heads.count,
-                module.heads.of_keys or module.heads.count,
-            )
+            count = module.heads.count
+            found[name] = f"{prefix}q_proj", f"{prefix}k_proj", count, module.heads.of_keys or count
             continue
         size = next((size for key in HEAD_SIZES if isinstance(size := getattr(module, key, None), int)), 0)
         for q, k in Q_AND_K:
@@ -183,16 +176,3 @@ def _attentions(model: nn.Module) -> dict[str, tuple[str, str, int, int]]:
             if size and all(rows):
                 found[name] = (f"{prefix}{q}", f"{prefix}{k}", *(count // size for count in rows))
     return found
-
-
-def _described(model: nn.Module, plan: Mapping[str, ParallelStyle]) -> dict[str, object]:
-    """The converted layers and the plan, as ranks compare them."""
-    names = {id(module): name for name, module in model.named_modules()}
-    layers = {
-        f"layer {names[id(layer)]}": (
-            [tuple(p.shape) for p in layer.parameters(recurse=False)],
-            str(layer.numerics.recipe),
-        )
-        for layer in float8_modules(model)
-    }
-    return {**layers, **{f"the plan's {pattern!r}": str(style) for pattern, style in plan.items()}}

@@ -120,11 +120,11 @@ def plan(
             steps = [run_step(cut, way, mesh, (tokens * run // sequence, sequence)) for cut in cuts]
             found[way] = steps[0].grown(steps[-1], blocks - RUN[0])
     ways = {name: Way(used, checkpointing) for name, used in ((HIGH, None), (GATHERED, recipe))}
-    traffic = {name: _sent(found[way], ranks // tp, tp, bool(formula)) for name, way in ways.items()}
+    share = tp // run  # of what is not run, all but the activations is divided by formula
+    traffic = {name: _sent(found[way], ranks // tp, tp, share) for name, way in ways.items()}
     if formula:
         for name, extra in _tensor_parallel(model, tokens, tp).items():
             traffic[name] |= extra
-    share = tp // run  # of what is not run, all but the activations is divided by formula
     memory = {name: _held(found, way, share, blocks) for name, way in ways.items()}
     both = {PLAIN: Way(recipe), CHECKPOINTED: Way(recipe, checkpointing=True)}
     held = {name: sum(_held(found, way, share, blocks).values()) for name, way in both.items()}
@@ -235,15 +235,13 @@ def _work(model: nn.Module, recipe: Recipe, tokens: tuple[int, int], flops: floa
     return Work(count * tp, layers, flops, recipe, matmuls)
 
 
-def _sent(step: Step, shards: int, tp: int, formula: bool) -> dict[str, dict[str, int]]:
-    """Bytes that a rank sends, by "kind dtype": traffic.py's formulas.  By formula a card has 1 / tp of each weight."""
+def _sent(step: Step, shards: int, tp: int, share: int) -> dict[str, dict[str, int]]:
+    """Bytes that a rank sends, by "kind dtype".  share: cards that hold each weight together, which was run whole."""
     found = {}
-    for (kind, dtype), given in sorted(step.inputs.items()):
+    for (kind, dtype), size in sorted(step.sent.items()):
         ranks, apart = {"tp": (tp, 1), "all": (shards * tp, 1)}.get(kind.split()[0], (shards, tp))
-        given = given // tp if formula else given
-        share = {"all-gather": (ranks - 1) * given, "all-reduce": 2 * (ranks - 1) * given // ranks}
-        size = share.get(kind.split()[-1], (ranks - 1) * given // ranks)
-        found[f"{kind} {dtype}"] = {"bytes": size, "calls": step.calls[kind, dtype], "ranks": ranks, "apart": apart}
+        calls = step.calls[kind, dtype]
+        found[f"{kind} {dtype}"] = {"bytes": size // share, "calls": calls, "ranks": ranks, "apart": apart}
     return found
 
 
@@ -254,22 +252,19 @@ def _tensor_parallel(model: nn.Module, tokens: int, tp: int) -> dict[str, dict[s
     reduced; backward gathers and reduces as often.  Each of 4 gathers and 4 reductions sends (tp - 1) · tokens · h
     elements: of 2 bytes, or for gathers of FP8 rows 1 byte and a 4-byte scale a row.
     """
-    gather = {HIGH: 0, GATHERED: 0}
-    reduce = 0
-    blocks = repeated_blocks(model)
+    widths, blocks = [], repeated_blocks(model)
     for block in blocks:
         first = next((module for module in block.modules() if isinstance(module, nn.Linear)), None)
         if first is None:
             raise ParallelError(f"plan: tp={tp}, and block {type(block).__name__} has no nn.Linear")
-        rows = (tp - 1) * tokens
-        gather[HIGH] += 4 * rows * first.in_features * 2
-        gather[GATHERED] += 4 * rows * (first.in_features + 4)
-        reduce += 4 * rows * first.in_features * 2
-    group = {"calls": 4 * len(blocks), "ranks": tp, "apart": 1}
+        widths.append(first.in_features)
+    rows, group = 4 * (tp - 1) * tokens, {"calls": 4 * len(blocks), "ranks": tp, "apart": 1}
+    row = 2 * sum(widths)  # bytes of a row of each block, in 16 bits
+    gathers = {HIGH: ("bfloat16", row), GATHERED: ("uint8", sum(width + 4 for width in widths))}
     return {
         name: {
-            f"tp all-gather {dtype}": {"bytes": gather[name], **group},
-            "tp reduce-scatter bfloat16": {"bytes": reduce, **group},
+            f"tp all-gather {dtype}": {"bytes": rows * size, **group},
+            "tp reduce-scatter bfloat16": {"bytes": rows * row, **group},
         }
-        for name, dtype in ((HIGH, "bfloat16"), (GATHERED, "uint8"))
+        for name, (dtype, size) in gathers.items()
     }

@@ -20,12 +20,11 @@ import torch.distributed as dist
 
 from fp8engine.autograd.groups import counted
 from fp8engine.distributed.packed import pack, unpack
+from fp8engine.distributed.tokens import Crossing
 from fp8engine.errors import ParallelError, ShapeError, UnsupportedDtype
-from fp8engine.numerics.cast import Cast, PerTensor
-from fp8engine.numerics.formats import FLOATS, Format
-from fp8engine.ops import casts
+from fp8engine.numerics.cast import Cast
+from fp8engine.numerics.formats import FLOATS
 from fp8engine.ops.reference import Slot
-from fp8engine.ops.reference.scale import scale_factor
 from fp8engine.ops.tensor import Float8Tensor
 
 REFUSED, KIND = -2, -1  # what a message says behind the numbers of rows
@@ -69,68 +68,40 @@ class Route:
         self.order_R = experts_R.argsort(stable=True)
         self.back_R = self.order_R.argsort()
 
-    def to_experts(self, x_TK: torch.Tensor, cast: Cast | None, slot: Slot | None = None) -> torch.Tensor:
-        """The rows that this rank's experts have [R, K], sorted by expert; a Float8Tensor where a cast is given.
+    def move(self, x: torch.Tensor, to_experts: bool, cast: Cast | None, slot: Slot | None = None) -> torch.Tensor:
+        """This rank's rows [T, K] as its experts have them, [R, K], sorted by expert; or those back, in the order of x.
 
-        slot: where the amax of this rank's rows x is entered.
+        A Float8Tensor where a cast is given.  slot: where the amax of this rank's rows is entered.
         """
-        if cast is None:
-            return self._move(x_TK, self.sent, self.received)[self.order_R]
-        if cast.per_tensor:
-            return self._under_one_scale(x_TK, cast, slot)
-        arrived = self._move(pack(x_TK, cast, slot), self.sent, self.received)
-        return unpack(arrived, x_TK.shape[1], cast, x_TK.dtype, self.order_R)
+        message, scale = x, None
+        if cast is not None:  # one scale is that of all ranks' rows together
+            message, scale = pack(x, cast, None if slot is None else slot._replace(group=self.group.group_name))
+        if to_experts:
+            message = self._exchange(message, self.sent, self.received)[self.order_R]
+        else:
+            message = self._exchange(message[self.back_R], self.received, self.sent)
+        return message if cast is None else unpack(message, x.shape[1], cast, x.dtype, scale)
 
-    def to_tokens(self, y_RN: torch.Tensor, cast: Cast | None) -> torch.Tensor:
-        """The results of this rank's rows [T, N], in the order in which `to_experts` was given them."""
-        if cast is None:
-            return self._move(y_RN[self.back_R], self.received, self.sent)
-        arrived = self._move(pack(y_RN, cast)[self.back_R], self.received, self.sent)
-        return unpack(arrived, y_RN.shape[1], cast, y_RN.dtype).values()
-
-    def _under_one_scale(self, x_TK: torch.Tensor, cast: Cast, slot: Slot | None) -> Float8Tensor:
-        """The same under the scale of all ranks' rows together, whose amax is entered."""
-        finite = torch.where(torch.isfinite(x_TK), x_TK, 0)
-        amax = finite.abs().amax().float() if finite.numel() else finite.new_zeros((), dtype=torch.float32)
-        dist.all_reduce(amax, dist.ReduceOp.MAX, group=self.group)
-        s = scale_factor(amax.view(1, 1), Format.of(cast.dtype).max, cast.power_of_2).view(())
-        if slot is not None and slot.record:
-            live_2 = slot.live_2S[:, slot.index]
-            live_2.copy_(torch.stack([torch.maximum(live_2[0], amax), s]))
-        codes = casts.encode(x_TK.detach(), cast, s).view(torch.uint8)
-        codes = self._move(codes, self.sent, self.received)[self.order_R].view(cast.dtype)
-        return Float8Tensor(codes, torch.ones_like(s) / s, PerTensor(), x_TK.dtype)
-
-    def _move(self, x: torch.Tensor, sent: list[int], received: list[int]) -> torch.Tensor:
+    def _exchange(self, x: torch.Tensor, sent: list[int], received: list[int]) -> torch.Tensor:
         out = x.new_empty(sum(received), x.shape[1])
         dist.all_to_all_single(out, x.contiguous(), received, sent, group=self.group)
         return out
 
 
-class ToExperts(torch.autograd.Function):
-    """`Route.to_experts`; the gradient goes back as `to_tokens`."""
+def crossed(
+    x: torch.Tensor, route: Route, to_experts: bool, casts: tuple[Cast | None, Cast | None], slot: Slot | None = None
+) -> Any:
+    """x moved by the route, whose gradient moves the other way.
 
-    @staticmethod
-    def forward(ctx, x_TK, route: Route, cast: Cast | None, how_back: Cast | None, slot: Slot | None):
-        ctx.route, ctx.how_back = route, how_back
-        return route.to_experts(x_TK, cast, slot)
+    casts: of x and of its gradient, None in their own dtype.  Only what goes to the experts in forward stays codes.
+    """
+    cast, cast_back = casts
 
-    @staticmethod
-    def backward(ctx, dx_RK):
-        return ctx.route.to_tokens(_plain(dx_RK), ctx.how_back), None, None, None, None
+    def there(x: torch.Tensor) -> torch.Tensor:
+        moved = route.move(x, to_experts, cast, slot)
+        return moved if to_experts else _plain(moved)
 
-
-class ToTokens(torch.autograd.Function):
-    """`Route.to_tokens`; the gradient goes to the experts as `to_experts`."""
-
-    @staticmethod
-    def forward(ctx, y_RN, route: Route, cast: Cast | None, how_back: Cast | None):
-        ctx.route, ctx.how_back = route, how_back
-        return route.to_tokens(y_RN, cast)
-
-    @staticmethod
-    def backward(ctx, dy_TN):
-        return _plain(ctx.route.to_experts(dy_TN, ctx.how_back)), None, None, None
+    return Crossing.apply(x, there, lambda dx: _plain(route.move(_plain(dx), not to_experts, cast_back)))
 
 
 def _plain(x: torch.Tensor) -> torch.Tensor:

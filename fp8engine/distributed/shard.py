@@ -23,7 +23,7 @@ from fp8engine.autograd.features import RANKS, SUMS
 from fp8engine.autograd.linear import check, linear
 from fp8engine.autograd.numerics import Numerics
 from fp8engine.autograd.produce import NormOf
-from fp8engine.distributed.tokens import AddBias, Copy, Gather, Scatter, Tokens, Total, wire_cast
+from fp8engine.distributed.tokens import AddBias, Tokens, copied, gathered, scattered, total, wire_cast
 from fp8engine.errors import ParallelError
 from fp8engine.ops.library import PLAIN, in_backward
 from fp8engine.ops.tensor import Float8Tensor
@@ -75,9 +75,9 @@ class Sharding:
     def normed(self, x: Any, norm: NormOf, run: Callable[[torch.Tensor, NormOf], torch.Tensor]) -> Any:
         """run(x, norm) of this rank's tokens, laid out as they came.  Before a gather: what is gathered is normed."""
         if not isinstance(x, DTensor):
-            return run(x, self.of_part(norm))
+            return run(x, self.own(norm, isinstance(self.inputs, Shard)))
         placement, part = self.arriving(x, "norm")
-        n = run(part, self.own(norm) if isinstance(placement, Shard) else self.of_whole(norm))
+        n = run(part, self.own(norm, isinstance(placement, Shard)))
         laid_out: Any = DTensor.from_local(n, self.mesh, [placement], run_check=False)
         if (found := vars(n).get("fp8")) is not None:
             _torch.local_tensor(laid_out).fp8 = found  # pyright: ignore[reportAttributeAccessIssue]
@@ -95,20 +95,15 @@ class Sharding:
         crosses = "in 16 bits, which its wgrad reads" if cast is None else f"as FP8 codes, {cast.granularity}"
         return f"{self}; its {'input' if columns else 'gradient'} is gathered {crosses}"
 
-    def own(self, norm: NormOf) -> NormOf:
-        """A norm of this rank's part of a tensor: its parameters' gradients are summed over ranks."""
-        return norm._replace(weight_K=self._summed(norm.weight_K), bias_K=self._summed(norm.bias_K))
-
-    def of_part(self, norm: NormOf) -> NormOf:
-        """A norm of this rank's tokens where they are divided, else of all."""
-        return self.own(norm) if isinstance(self.inputs, Shard) else self.of_whole(norm)
-
-    def of_whole(self, norm: NormOf) -> NormOf:
-        """A norm of all tokens, which every rank computes."""
-        return norm._replace(weight_K=local(norm.weight_K), bias_K=local(norm.bias_K))
-
-    def _summed(self, parameter: Any) -> torch.Tensor | None:
-        return None if parameter is None else Copy.apply(local(parameter), self.mesh.get_group())
+    def own(self, norm: NormOf, divided: bool = True) -> NormOf:
+        """A norm with plain parameters.  divided: it is of this rank's part of a tensor, so that the gradients of its
+        parameters are summed over ranks; else of all of it, which every rank computes.
+        """
+        weight_K, bias_K = (local(parameter) for parameter in (norm.weight_K, norm.bias_K))
+        if divided:
+            group = self.mesh.get_group()
+            weight_K, bias_K = (p if p is None else copied(p, group) for p in (weight_K, bias_K))
+        return norm._replace(weight_K=weight_K, bias_K=bias_K)
 
     def tokens(self, placement: Placement, x: torch.Tensor, name: str) -> Tokens | None:
         """Which tokens a rank has of a tensor in that layout; None: all."""
@@ -130,9 +125,9 @@ class Sharding:
         key: Any = (placement, cast, torch.is_grad_enabled())
         if (found := kept.get(key)) is None:
             if tokens is None:
-                found = Copy.apply(plain, self.mesh.get_group()) if torch.is_grad_enabled() else plain
+                found = copied(plain, self.mesh.get_group()) if torch.is_grad_enabled() else plain
             else:
-                found = Gather.apply(plain, tokens, layer, cast, record)
+                found = gathered(plain, tokens, layer, cast, record)
             kept[key] = found
         elif cast is not None and record:
             layer.observe("input", plain.detach().flatten(0, -2))
@@ -145,7 +140,7 @@ class Sharding:
             return self._laid_out(y, Shard(y.dim() - 1))
         tokens = self.tokens(self.outputs, y, layer.name)
         group = self.mesh.get_group()
-        y = Total.apply(y, group) if tokens is None else Scatter.apply(y, tokens, layer, needs_w)
+        y = total(y, group) if tokens is None else scattered(y, tokens, layer, needs_w)
         if bias_N is not None:
             y = AddBias.apply(y, local(bias_N), None if tokens is None else group)
         return y if self.local else DTensor.from_local(y, self.mesh, [self.outputs], run_check=False)

@@ -37,9 +37,9 @@ IN_FLIGHT = 2  # blocks whose weights are whole at once: the one that computes a
 
 @dataclass
 class Step:
-    """What one rank did in a step: bytes given to collectives and their number, memory by kind, FLOPs."""
+    """What one rank did in a step: bytes that it sent in collectives and their number, memory by kind, FLOPs."""
 
-    inputs: Counter = field(default_factory=Counter)
+    sent: Counter = field(default_factory=Counter)
     calls: Counter = field(default_factory=Counter)
     memory: Counter = field(default_factory=Counter)
     flops: int = 0
@@ -48,13 +48,13 @@ class Step:
         """self + times · (other - self): `other` is the step of a model with one more block."""
 
         def line(one: Counter, more: Counter) -> Counter:
-            return Counter({key: one[key] + times * (more[key] - one[key]) for key in one | more})
+            return Counter({key: one[key] + times * (more[key] - one[key]) for key in one.keys() | more.keys()})
 
         memory = line(self.memory, other.memory)
         memory["gathered weights"] = other.memory["gathered weights"]  # blocks in flight, however many there are
         memory["gradients to reduce"] = other.memory["gradients to reduce"]
         flops = self.flops + times * (other.flops - self.flops)
-        return Step(line(self.inputs, other.inputs), line(self.calls, other.calls), memory, flops)
+        return Step(line(self.sent, other.sent), line(self.calls, other.calls), memory, flops)
 
 
 @dataclass(frozen=True)
@@ -102,8 +102,7 @@ def run_step(model: nn.Module, way: Way, mesh: dist.DeviceMesh, ids: tuple[int, 
         "gradients to reduce": max(reduced, default=0),
         ACTIVATIONS: activations,
     }
-    inputs = Counter({key: sum(sizes) for key, sizes in traffic.inputs.items()})
-    return Step(inputs, Counter(traffic.calls), Counter(memory), counter.total)
+    return Step(traffic.bytes, traffic.calls, Counter(memory), counter.total)
 
 
 def _shard(model: nn.Module, way: Way, mesh: dist.DeviceMesh) -> None:

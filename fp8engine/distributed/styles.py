@@ -32,10 +32,18 @@ class _Style(ParallelStyle):
     by: str
     weight: Placement
     bias: Placement
+    usual: tuple[Placement, Placement]  # layouts of input and result where the user names none
 
-    def __init__(self, inputs: Placement, outputs: Placement, local: bool):
+    def __init__(
+        self,
+        *,
+        input_layouts: Placement | None = None,
+        output_layouts: Placement | None = None,
+        use_local_output: bool = True,
+    ):
         super().__init__()
-        self.inputs, self.outputs, self.local = inputs, outputs, local
+        self.inputs, self.outputs = input_layouts or self.usual[0], output_layouts or self.usual[1]
+        self.local = use_local_output
 
     def __repr__(self) -> str:
         return (
@@ -124,16 +132,7 @@ class Colwise(_Style):
     Colwise(input_layouts=S(1), output_layouts=S(-1), use_local_output=True)
     """
 
-    by, weight, bias = COLUMNS, Shard(0), Shard(0)
-
-    def __init__(
-        self,
-        *,
-        input_layouts: Placement | None = None,
-        output_layouts: Placement | None = None,
-        use_local_output: bool = True,
-    ):
-        super().__init__(input_layouts or Replicate(), output_layouts or Shard(-1), use_local_output)
+    by, weight, bias, usual = COLUMNS, Shard(0), Shard(0), (Replicate(), Shard(-1))
 
 
 class Rowwise(_Style):
@@ -150,13 +149,4 @@ class Rowwise(_Style):
     Rowwise(input_layouts=S(-1), output_layouts=R, use_local_output=True)
     """
 
-    by, weight, bias = ROWS, Shard(1), Replicate()
-
-    def __init__(
-        self,
-        *,
-        input_layouts: Placement | None = None,
-        output_layouts: Placement | None = None,
-        use_local_output: bool = True,
-    ):
-        super().__init__(input_layouts or Shard(-1), output_layouts or Replicate(), use_local_output)
+    by, weight, bias, usual = ROWS, Shard(1), Replicate(), (Shard(-1), Replicate())

@@ -1,4 +1,4 @@
-"""Autograd Functions that move tokens between the ranks of a layer that is divided: what is gathered crosses as FP8.
+"""Differentiable moves of tokens between the ranks of a layer that is divided: what is gathered crosses as FP8.
 
     gather       [.., T/w, ..] to [.., T, ..]             backward: sums over ranks, each rank keeps its tokens
     scatter      sums over ranks, each keeps its tokens   backward: gathers dy
@@ -6,13 +6,14 @@
     total        sums over ranks                          backward: as it is
 
 A tensor that is gathered is cast first, as the layer that reads it would cast it: a byte an element crosses instead of
-two.  A scale per tensor is joined beforehand (ops/joined.py); scales per row or block travel behind their row's codes,
-a byte each where they are powers of two (E8M0, OCP Microscaling specification 1.0).  Sums cross in their own dtype.
+two.  A scale per tensor is joined beforehand; scales per row or block travel behind their row's codes (packed.py).
+Sums cross in their own dtype.
 Source of the four: Megatron-LM's mappings, arXiv 2205.05198, section 4.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -22,9 +23,9 @@ from fp8engine import _torch
 from fp8engine.autograd.numerics import Numerics
 from fp8engine.autograd.operands import matrix
 from fp8engine.autograd.ready import GatheredTensor
+from fp8engine.distributed.packed import pack, unpack
 from fp8engine.errors import ParallelError
 from fp8engine.numerics.cast import Cast
-from fp8engine.ops import casts
 from fp8engine.ops.reference import column_sums
 
 
@@ -83,18 +84,10 @@ class Tokens(NamedTuple):
         slot = numerics.slot(role, record)._replace(group=self.group.group_name)
         if record:
             numerics.observe(role, matrix(x))
-        q = casts.quantize(matrix(x), cast, slot)
-        message, width = q.data.view(torch.uint8).view(x.shape), x.shape[-1]
-        if not cast.per_tensor:
-            scale = q.scale.to(torch.float8_e8m0fnu) if cast.power_of_2 else q.scale.contiguous()
-            message = torch.cat([message, scale.view(torch.uint8).view(*x.shape[:-1], -1)], -1)
-        message = self.gather(message)
-        codes, scale = message[..., :width].contiguous().view(cast.dtype), q.scale
-        if not cast.per_tensor:
-            scale = message[..., width:].contiguous()
-            scale = scale.view(torch.float8_e8m0fnu).float() if cast.power_of_2 else scale.view(torch.float32)
-        found = GatheredTensor(codes, scale, cast.granularity, x.dtype)
-        found.source, found.power_of_2 = slot, cast.power_of_2
+        message, scale = pack(matrix(x), cast, slot)
+        whole = self.gather(message.view(*x.shape[:-1], message.shape[-1]))
+        found = unpack(whole, x.shape[-1], cast, x.dtype, scale, GatheredTensor)
+        found.source = slot
         return found
 
 
@@ -117,68 +110,54 @@ def wire_cast(first: Cast, second: Cast, second_reads: bool) -> Cast | None:
     return first if first.power_of_2 and second.power_of_2 else None
 
 
-class Gather(torch.autograd.Function):
-    """apply(x, tokens, numerics, cast, record): cast of `wire_cast`."""
+class Crossing(torch.autograd.Function):
+    """apply(x, there, back): there(x), whose gradient is moved by `back`."""
 
     @staticmethod
-    def forward(ctx, x, tokens: Tokens, numerics: Numerics, cast: Cast | None, record: bool):
-        ctx.tokens = tokens
+    def forward(ctx, x, there: Callable[[torch.Tensor], Any], back: Callable[[torch.Tensor], Any]):
+        ctx.back = back
+        return there(x)
+
+    @staticmethod
+    def backward(ctx, dx) -> Any:
+        return ctx.back(dx), None, None
+
+
+def gathered(x: torch.Tensor, tokens: Tokens, numerics: Numerics, cast: Cast | None, record: bool) -> Any:
+    """All ranks' tokens; dx is summed over ranks, each of which keeps its tokens.  cast: of `wire_cast`."""
+
+    def there(x: torch.Tensor) -> torch.Tensor:
         tokens.check_gather(x)
-        if cast is None:
-            return tokens.gather(x)
-        return tokens.gather_codes(x, cast, numerics, "input", record)
+        return tokens.gather(x) if cast is None else tokens.gather_codes(x, cast, numerics, "input", record)
 
-    @staticmethod
-    def backward(ctx, dx) -> Any:
-        return ctx.tokens.scatter(dx), None, None, None, None
+    return Crossing.apply(x, there, tokens.scatter)
 
 
-class Scatter(torch.autograd.Function):
-    """apply(y, tokens, numerics, needs_w): needs_w: whether the layer that made y has a wgrad."""
+def scattered(y: torch.Tensor, tokens: Tokens, numerics: Numerics, needs_w: bool) -> Any:
+    """This rank's tokens of the sum over ranks; dy is gathered.  needs_w: whether the layer that made y has a wgrad."""
+    tokens.check_scatter(y)
+    cast = wire_cast(numerics.recipe.dgrad[0], numerics.recipe.wgrad[0], needs_w)  # as it is now, not in backward
 
-    @staticmethod
-    def forward(ctx, y, tokens: Tokens, numerics: Numerics, needs_w: bool):
-        tokens.check_scatter(y)
-        ctx.tokens, ctx.numerics = tokens, numerics
-        # As it is now: Call keeps its own.
-        ctx.cast = wire_cast(numerics.recipe.dgrad[0], numerics.recipe.wgrad[0], needs_w)
-        return tokens.scatter(y)
+    def back(dy: torch.Tensor) -> torch.Tensor:
+        return tokens.gather(dy) if cast is None else tokens.gather_codes(dy, cast, numerics, "grad_output", True)
 
-    @staticmethod
-    def backward(ctx, dy) -> Any:
-        tokens: Tokens = ctx.tokens
-        if ctx.cast is None:
-            return tokens.gather(dy), None, None, None
-        return tokens.gather_codes(dy, ctx.cast, ctx.numerics, "grad_output", True), None, None, None
+    return Crossing.apply(y, tokens.scatter, back)
 
 
-class Copy(torch.autograd.Function):
-    """apply(x, group)."""
-
-    @staticmethod
-    def forward(ctx, x, group: dist.ProcessGroup):
-        ctx.group = group
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, dx) -> Any:
-        dx = dx.clone(memory_format=torch.contiguous_format)  # autograd's own may be read elsewhere
-        dist.all_reduce(dx, group=ctx.group)
-        return dx, None
+def copied(x: torch.Tensor, group: dist.ProcessGroup) -> Any:
+    """x, whose gradient is summed over ranks."""
+    return Crossing.apply(x, lambda x: x.view_as(x), lambda dx: _sum(dx, group))
 
 
-class Total(torch.autograd.Function):
-    """apply(y, group)."""
+def total(y: torch.Tensor, group: dist.ProcessGroup) -> Any:
+    """The sum over ranks, whose gradient is as it comes."""
+    return Crossing.apply(y, lambda y: _sum(y, group), lambda dy: dy)
 
-    @staticmethod
-    def forward(ctx, y, group: dist.ProcessGroup):
-        y = y.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(y, group=group)
-        return y
 
-    @staticmethod
-    def backward(ctx, dy) -> Any:
-        return dy, None
+def _sum(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    x = x.clone(memory_format=torch.contiguous_format)  # a gradient may be read elsewhere
+    dist.all_reduce(x, group=group)
+    return x
 
 
 class AddBias(torch.autograd.Function):

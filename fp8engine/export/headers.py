@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from fp8engine.errors import StateError
-from fp8engine.export.layout import MX, OURS, Stored
-from fp8engine.nn.serving import scale_shape
+from fp8engine.export.layout import OURS, Stored
+from fp8engine.nn.serving import MX, scale_shape
 
 FP8 = "F8_E4M3"  # safetensors' name of float8_e4m3fn
 OTHER_FP8 = ("F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ", "F8_E8M0")

@@ -13,10 +13,12 @@ layers' codes a second time, which costs 3 dB: so they are cast under the scale 
 from __future__ import annotations
 
 import functools
+import re
 from collections import Counter
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import nn
 
 from fp8engine.convert.dry_run import asked_for_dtype
@@ -32,6 +34,8 @@ from fp8engine.numerics.recipe import Recipe, blockwise, current, mxfp8, rowwise
 BYPASSED = "other code reads its weight and does not call it: written in 16 bits"
 MERGED = "transformers saves its weight merged with others, or split or permuted: written in 16 bits"
 EXPERTS = "experts in one 3-D parameter: written in 16 bits"
+ONE_EXPERT = re.compile(r"\.\d+\.[^.]+\.weight$")  # of a tensor's name in the files
+BEFORE_BLOCK = re.compile(r"^.*?(?=[^.]+\.\d+\.)")
 # Recipes whose forwards a checkpoint can hold.
 KNOWN = (
     current,
@@ -122,7 +126,7 @@ def _asked(model: nn.Module, recipe: str | Recipe | None) -> tuple[list[Decision
 def never_ran(record: Record) -> list[str]:
     """A note on layers that `auto` has no statistics of.  Raises ConversionError where it has none at all."""
     names, total = [], 0
-    for controller in record.controllers:
+    for controller in (state.controller for state in record.states if state.controller is not None):
         repeats = controller.plan is not None and controller.step >= 0
         decided = range(len(controller.layers)) if repeats else controller.choices
         names += [layer.name for i, layer in enumerate(controller.layers) if i not in decided]
@@ -191,6 +195,35 @@ def _converters_on_saving(model: Any) -> list:
     loaded = getattr(model, "_weight_conversions", None)  # those that from_pretrained used
     mapping = get_model_conversion_mapping(model, add_legacy=False) if loaded is None else loaded
     return [entry.reverse_transform() for entry in mapping if isinstance(entry, WeightConverter)]
+
+
+def names_left(model: Any, decisions: list[Decision], layout: str) -> list[str]:
+    """Names for config.json of what stays in 16 bits: those of the model, and under others' layouts of the files too.
+
+    vLLM makes modules of the files' names (Mixtral's block_sparse_moe.experts), and asks for experts one by one, as
+    compressed-tensors does where it divides Llama 4's: under that layout a regular expression covers them.
+    """
+    from transformers.core_model_loading import revert_weight_conversion
+
+    modules: dict[str, bool] = {}  # name -> whether it holds experts in one parameter
+    parameters: tuple[dict, dict] = ({}, {})  # of the others, and of those: name -> a tensor without data
+    for d in decisions:
+        if d.recipe is None:
+            many = len(d.shape) == 3  # left under its module's name
+            name = d.name.removesuffix(f".{d.parameter}") if many else d.name
+            modules[name] = many
+            weight = d.module._parameters.get(d.parameter)
+            if many and weight is not None and weight.dim() == 2:  # DBRX's, which vLLM builds as the module above
+                modules[name.rpartition(".")[0]] = many
+            if weight is not None and layout != OURS:
+                parameters[many][f"{name}.{d.parameter}"] = torch.empty(weight.shape, device="meta")
+    for many, held in enumerate(parameters):
+        for name, tensor in revert_weight_conversion(model, held).items():
+            one_of_many = many and tensor.dim() == 2
+            modules.setdefault(ONE_EXPERT.sub("", name) if one_of_many else name.rpartition(".")[0], bool(many))
+    # From the block's number on: before it, vLLM has other names for vision-language models.
+    tails = [BEFORE_BLOCK.sub("", name) for name, many in modules.items() if many and layout == COMPRESSED]
+    return [*filter(None, modules), *(rf"re:(.*\.)?{re.escape(tail)}\..*" for tail in tails)]
 
 
 def _leave(decision: Decision, needed: dict[int, str], layout: str) -> Decision:

@@ -8,6 +8,7 @@
     fp8                 per tensor               weight_scale [1]                 vLLM
                         per block                weight_scale_inv [N/r, K/c]      vLLM, transformers
     fp8engine           per tensor, row, block   as fp8; Conv1D's [K, N] too      fp8engine
+                        per 1x32 block (MX)      weight_scale_inv [N, K/32] of bytes
 
 Codes are E4M3 [N, K], scales FP32 but for those bytes, weight = codes * scale under either name; N/r and K/c round up.
 A static activation scale is `input_scale` [1].  Sources: vLLM's Fp8Config and CompressedTensorsConfig, transformers'
@@ -17,12 +18,13 @@ FineGrainedFP8Config, compressed-tensors' QuantizationConfig, DeepSeek-V3's READ
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from fp8engine.errors import ConversionError, StateError, UnknownName
-from fp8engine.nn.serving import config_of, scale_name, words_of
+from fp8engine.nn.serving import MX, config_of, scale_name, words_of
 from fp8engine.numerics.cast import Cast, PerBlock, PerRow, PerTensor
 from fp8engine.numerics.formats import E4M3
 from fp8engine.numerics.recipe import Auto, Recipe, blockwise, current, mxfp8, rowwise
@@ -32,7 +34,6 @@ COMPRESSED = "compressed-tensors"
 LAYOUTS = ("fp8", COMPRESSED, OURS)
 SCHEMES = ("dynamic", "static")
 STRATEGIES = {"tensor": PerTensor, "channel": PerRow, "block": PerBlock, "group": PerBlock}
-MX = mxfp8().weight
 PLAIN, IN_BYTES, SEVERAL = "float-quantized", "mxfp8-quantized", "mixed-precision"  # compressed-tensors' formats
 
 
@@ -41,7 +42,8 @@ class Stored:
     """A checkpoint's quantization_config, parsed.
 
     recipe: of the loaded layers; its weight cast says what one stored scale covers.
-    scale_name: of a weight's scale.  static: whether `input_scale` is stored too.  left: modules that are not FP8.
+    scale_name: of a weight's scale.  static: whether `input_scale` is stored too.  left: modules that are not FP8, by
+    name or, under compressed-tensors, by a regular expression behind "re:".
     mixed: the recipe of every FP8 layer by name, where they differ; empty where all have `recipe`.
     """
 
@@ -56,6 +58,14 @@ class Stored:
         """A layer's recipe.  names: those that it may have."""
         return next((self.mixed[name] for name in names if name in self.mixed), self.recipe)
 
+    def leaves(self, name: str) -> bool:
+        """Whether `left` has a module: by compressed-tensors' "re:" patterns, or as transformers reads others."""
+        from transformers.quantizers.quantizers_utils import should_convert_module
+
+        patterns = [entry.removeprefix("re:") for entry in self.left if entry.startswith("re:")]
+        others = [entry for entry in self.left if not entry.startswith("re:")]
+        return any(re.match(pattern, name) for pattern in patterns) or not should_convert_module(name, others)
+
 
 def check_words(layout: str, activations: str) -> None:
     """Raises UnknownName for another layout or scheme of activations."""
@@ -63,11 +73,6 @@ def check_words(layout: str, activations: str) -> None:
         raise UnknownName("layout", layout, ("auto", *LAYOUTS))
     if activations not in SCHEMES:
         raise UnknownName("activation scheme", activations, SCHEMES)
-
-
-def in_bytes(weight: Cast, layout: str) -> bool:
-    """Whether the layout holds the scales of a weight under that cast as E8M0, a byte each."""
-    return layout == COMPRESSED and weight == MX
 
 
 def usual(weights: Iterable[Cast]) -> str:
@@ -188,6 +193,10 @@ def parse(config: Mapping[str, Any]) -> Stored:
         left = config.get("modules_to_not_convert") or config.get("ignored_layers")
     if not isinstance(left or [], list) or not all(isinstance(name, str) for name in left or []):
         raise _cannot_read("the list of modules left alone", left)
+    try:
+        [re.compile(name.removeprefix("re:")) for name in left or []]
+    except re.error as error:
+        raise _cannot_read("a regular expression among the modules left alone", error.pattern) from error
     written = config if method == OURS else config.get(OURS)
     written = written if isinstance(written, Mapping) else {}
     own = None if written.get("recipe") is None else Recipe.from_json(json.dumps(written["recipe"]))

@@ -122,6 +122,13 @@ def _translate(graph: fx.GraphModule) -> None:
         raise ConversionError(
             "onnx.export: the model runs no FP8 layer: call fe.convert first, or use torch.onnx.export"
         )
+    in_bits = [n for n in graph.graph.nodes if n.target is torch.ops.aten.view.dtype]
+    for bits in (n for n in in_bits if n.args[1] is torch.float8_e8m0fnu):
+        for scale in list(bits.users):  # the numbers of MX scales, which are stored as bytes, or a check of their dtype
+            if scale.users:
+                made = _buffer(graph, scale, _sources(bits)[0], "numbers", _constant(graph, scale))
+                scale.replace_all_uses_with(made)
+            graph.graph.erase_node(scale)
     for node in nodes:
         full = node.target._schema.name.split("::")[1]
         name = full.removesuffix(RECORDED)
@@ -199,10 +206,15 @@ def _fold(graph: fx.GraphModule, node: fx.Node) -> None:
             f"onnx.export: {_layer(node)} multiplies by a weight that its input changes (fe.smooth), so the graph "
             "would keep it in 16 or 32 bits; leave that layer in 16 bits (overrides of fe.convert)"
         )
-    parent, _, name = str(sources[0].target).rpartition(".")
     for index, (suffix, tensor) in enumerate(zip(("codes", "scale"), _constant(graph, node), strict=True)):
-        graph.get_submodule(parent).register_buffer(f"{name}_{suffix}", tensor)
-        with graph.graph.inserting_before(node):
-            made = graph.graph.get_attr(".".join(filter(None, (parent, f"{name}_{suffix}"))))
+        made = _buffer(graph, node, sources[0], suffix, tensor)
         for user in [user for user in node.users if user.args[1] == index]:
             user.replace_all_uses_with(made)
+
+
+def _buffer(graph: fx.GraphModule, node: fx.Node, source: fx.Node, suffix: str, tensor: torch.Tensor) -> fx.Node:
+    """A tensor as a buffer beside the parameter `source`, and the node, before another, that reads it."""
+    parent, _, name = str(source.target).rpartition(".")
+    graph.get_submodule(parent).register_buffer(f"{name}_{suffix}", tensor)
+    with graph.graph.inserting_before(node):
+        return graph.graph.get_attr(".".join(filter(None, (parent, f"{name}_{suffix}"))))

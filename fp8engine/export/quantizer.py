@@ -10,6 +10,7 @@ Importing this file registers "fp8engine" with transformers, as its documentatio
 from __future__ import annotations
 
 import fnmatch
+import itertools
 import json
 from collections.abc import Iterable
 from typing import Any
@@ -39,7 +40,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import ConversionOps, WeightConverter, WeightRenaming, rename_source_key
 from transformers.quantizers.auto import register_quantization_config, register_quantizer
 from transformers.quantizers.base import HfQuantizer
-from transformers.quantizers.quantizers_utils import get_module_from_name, should_convert_module
+from transformers.quantizers.quantizers_utils import get_module_from_name
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 
@@ -127,7 +128,7 @@ class Fp8EngineQuantizer(HfQuantizer):
             layers, self.left = _stored_layers(model, heads, name_in_file, stored)
         else:
             layers, self.left = self._chosen_layers(model, heads, name_in_file)
-        recipes, self.in_bytes, self.classes = {}, set(), {name: type(module) for name, module in layers}
+        recipes, self.classes = {}, {name: type(module) for name, module in layers}
         for name, module in layers:
             key = name_in_file[f"{name}.weight"].removesuffix(".weight")
             recipes[name] = stored.recipe_of(key, name)
@@ -135,8 +136,6 @@ class Fp8EngineQuantizer(HfQuantizer):
             served = make_served(module, kind, recipes[name], stored.static, stored.scale_name)
             if self.pre_quantized:
                 _fit_scales(served, f"{key}.", heads)
-                if heads[f"{key}.{served.scale_name}"].dtype == headers.E8M0:
-                    self.in_bytes.add(name)
         self.quantization_config.mixed = recipes if stored.mixed else {}
         self.quantization_config.modules_to_not_convert = list(self.left)
 
@@ -179,8 +178,6 @@ class Fp8EngineQuantizer(HfQuantizer):
     def _process_model_after_weight_loading(self, model, **kwargs):
         layers = [(name, module) for name, module in model.named_modules() if isinstance(module, Served)]
         for name, layer in layers:
-            if name in self.in_bytes:  # read as numbers: 2^(byte - 127)
-                layer.scale.data = layer.scale.to(torch.uint8).view(torch.float8_e8m0fnu).float()
             if why := trouble(layer):
                 raise StateError(f"{name}: {why}: the checkpoint is damaged")
             layer.lay_out()
@@ -189,7 +186,11 @@ class Fp8EngineQuantizer(HfQuantizer):
         return model
 
     def _dequantize(self, model, dtype=None):
-        return revert(model).to(dtype)
+        of_the_model = model.config.dtype
+        for tensor in itertools.chain(revert(model).parameters(), model.buffers()):
+            if tensor.dtype == of_the_model:  # not what it keeps in FP32, such as rotary frequencies
+                tensor.data = tensor.data.to(dtype)
+        return model
 
     @property
     def is_trainable(self) -> bool:
@@ -223,13 +224,14 @@ def _names_in_file(model, heads: dict[str, headers.Header]) -> dict[str, str]:
 
 
 def _fit_scales(served: Served, key: str, heads: dict[str, headers.Header]) -> None:
-    """Give scales of one number the shape that the files have: [] or [1]."""
+    """Give scales what the files have: the shape [] or [1] for one number, bytes (E8M0) or numbers."""
     for name, scale in served.scales.items():
-        head, want = heads[key + name], tuple(scale.shape)
-        if head.shape == () and want == (1,):
-            served.register_parameter(name, nn.Parameter(scale.new_empty(()), requires_grad=False))
-        elif head.shape != want:
-            raise StateError(f"{key}{name} in {head.file.name} is {list(head.shape)}; this layer has {list(want)}")
+        head, shape = heads[key + name], tuple(scale.shape)
+        if head.shape != shape and not (head.shape == () and shape == (1,)):
+            raise StateError(f"{key}{name} in {head.file.name} is {list(head.shape)}; this layer has {list(shape)}")
+        dtype = torch.uint8 if head.dtype == headers.E8M0 else torch.float32
+        empty = torch.empty(head.shape, dtype=dtype, device=scale.device)
+        served.register_parameter(name, nn.Parameter(empty, requires_grad=False))
 
 
 def _stored_layers(model, heads, name_in_file: dict[str, str], stored: Stored) -> tuple[list, dict[str, str]]:
@@ -242,7 +244,7 @@ def _stored_layers(model, heads, name_in_file: dict[str, str], stored: Stored) -
         key = name_in_file.get(f"{name}.weight", "").removesuffix(".weight")
         if key not in fp8:
             names = {name, key} - {""}
-            if key and all(should_convert_module(one, list(stored.left)) for one in names):
+            if key and not any(stored.leaves(one) for one in names):
                 head = heads[f"{key}.weight"]
                 raise StateError(
                     f"{key}.weight in {head.file.name} is {head.dtype} without a scale, and config.json does not list "

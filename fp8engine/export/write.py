@@ -24,10 +24,10 @@ from torch import nn
 from fp8engine.convert.select import Decision, weight_of
 from fp8engine.errors import ConversionError, StateError
 from fp8engine.export import headers
-from fp8engine.export.layers import choose_layers, one_scale, scheme
-from fp8engine.export.layout import MX, OURS, Stored, check_words, choose, in_bytes, to_config
+from fp8engine.export.layers import choose_layers, names_left, one_scale, scheme
+from fp8engine.export.layout import OURS, Stored, check_words, choose, to_config
 from fp8engine.nn.linear import Float8Module
-from fp8engine.nn.serving import Served, quantize_weight
+from fp8engine.nn.serving import MX, Served, quantize_weight
 from fp8engine.numerics.recipe import PerBlock, Recipe
 
 EMBEDDING = "embedding: its rows are looked up, not multiplied"
@@ -93,7 +93,7 @@ def export(
     the recipes, `auto` that has decided nothing, a folder that is not empty), StateError (no scale yet, weights that
     are not finite), OSError or SafetensorError (no space, no permission).  Nothing is left behind by an error.
     """
-    target = Path(path)
+    target = Path(path).resolve()  # of a link: what it points to
     check_model(model)
     check_target(target)
     stored, decisions, notes = settle(model, recipe, layout, activations)
@@ -114,7 +114,7 @@ def export(
     size = sum({t.data_ptr(): t.nbytes for t in before.values()}.values())
     written = sum((target / name).stat().st_size for name in files if name.endswith(".safetensors"))
     names = ", ".join(dict.fromkeys(row["recipe"] for row in layers))
-    return ExportReport(str(target), stored.layout, names, layers, left, size, written, files, notes)
+    return ExportReport(str(Path(path)), stored.layout, names, layers, left, size, written, files, notes)
 
 
 def settle(
@@ -124,10 +124,7 @@ def settle(
     check_words(layout, activations)
     layout, decisions, notes = choose_layers(model, recipe, layout)
     recipes = {decision.name: decision.recipe for decision in decisions if decision.recipe is not None}
-    # An expert's 3-D parameter is left under its module's name.
-    names = {d.name: f".{d.parameter}" if len(d.shape) == 3 else "" for d in decisions if d.recipe is None}
-    left = [name.removesuffix(parameter) for name, parameter in names.items()]
-    stored = replace(_stored(recipes, layout, activations), left=tuple(filter(None, dict.fromkeys(left))))
+    stored = replace(_stored(recipes, layout, activations), left=tuple(names_left(model, decisions, layout)))
     if layout == "fp8":
         _check_patterns(stored.left, recipes)
     return stored, decisions, notes
@@ -166,6 +163,12 @@ def check_model(model: nn.Module) -> None:
         raise ConversionError(
             f"export: {type(model).__name__} is quantised already: its own save_pretrained writes it; "
             "to write another layout, load the 16-bit weights"
+        )
+    kinds = ((name, type(module)) for name, module in model.named_modules())
+    if adapter := next((name for name, kind in kinds if kind.__module__.startswith("peft.")), None):
+        raise ConversionError(
+            f"export: {adapter} is an adapter of peft, which would be written under names that no program reads: merge "
+            "it first (merge_and_unload()), or take it away (unload())"
         )
     if absent := next((name for name, parameter in model.named_parameters() if parameter.is_meta), None):
         raise ConversionError(
@@ -207,10 +210,7 @@ def quantised(group: list[Decision], whole: Callable[[str], torch.Tensor], store
             )
         weights.append(weight if isinstance(decision.module, nn.Linear) else weight.t())  # of a Conv1D
     joined = weights[0] if len(group) == 1 else torch.cat([weight.to(weights[0].device) for weight in weights])
-    cast = stored.recipe_of(group[0].name).weight
-    codes_NK, scale = quantize_weight(joined, cast)
-    if in_bytes(cast, stored.layout):
-        scale = scale.to(torch.float8_e8m0fnu).view(torch.uint8)
+    codes_NK, scale = quantize_weight(joined, stored.recipe_of(group[0].name).weight)
     for decision, codes in zip(group, codes_NK.split([len(weight) for weight in weights]), strict=True):
         made[f"{decision.name}.weight"] = (
             codes.clone() if isinstance(decision.module, nn.Linear) else codes.t().contiguous()

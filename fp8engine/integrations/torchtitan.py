@@ -9,7 +9,7 @@
 
 torchtitan builds a model from a tree of configs, so FP8 is put into the tree: each Linear.Config becomes a
 Float8Linear.Config, and the root's config a subclass of it that, when it has built the model, gives all layers one
-scaling state (fp8engine/convert/unite.py).  The layers stay torchtitan's Linear: they initialise, shard and save as
+scaling state (fp8engine/convert/swap.py).  The layers stay torchtitan's Linear: they initialise, shard and save as
 it does.
 """
 
@@ -35,8 +35,10 @@ from torchtitan.trainer import Trainer
 from fp8engine.autograd import Numerics
 from fp8engine.convert.placement import warn_emulated, why_emulated
 from fp8engine.convert.select import HEADS, ROUTER, ROUTERS
-from fp8engine.convert.unite import unite
-from fp8engine.distributed.fsdp import gather_fp8
+from fp8engine.convert.swap import unite
+from fp8engine.distributed.amax import states_of
+from fp8engine.distributed.checkpoint import packed
+from fp8engine.distributed.fsdp import gather_fp8, group_of
 from fp8engine.errors import ConversionError, ParallelError, StrictError, UnknownName
 from fp8engine.nn.linear import Float8Module, Linear, float8_modules
 from fp8engine.numerics.recipe import Auto, Recipe, resolve
@@ -191,7 +193,7 @@ class ScalingStates(Stateful):
         for state in self._states():
             if state.ranks and state.delayed:
                 ranks.join(state.live_2S[0], state.ranks, state.saved_1)
-        return {name: _packed(joined_state_dict(part)) for name, part in self.parts.items()}
+        return {name: packed(joined_state_dict(part)) for name, part in self.parts.items()}
 
     def load_state_dict(self, state_dict: dict[str, bytes]) -> None:
         """Raises StateError for the state of another model, or of other recipes."""
@@ -199,8 +201,7 @@ class ScalingStates(Stateful):
             load_scaling_state_dict(part, torch.load(io.BytesIO(state_dict[name]), weights_only=True))
 
     def _states(self) -> Iterator[ScalingState]:
-        layers = [layer for part in self.parts.values() for layer in float8_modules(part)]
-        yield from {id(layer.numerics.state): layer.numerics.state for layer in layers}.values()
+        yield from {id(state): state for part in self.parts.values() for state in states_of(part)}.values()
 
 
 def with_fp8(config: Trainer.Config, converter: Float8Converter.Config) -> Trainer.Config:
@@ -249,8 +250,8 @@ class FirstForward:
     scales.  Warns once of emulated FP8 (EmulationWarning), or raises StrictError.
     """
 
-    def __init__(self, model: nn.Module, states: list[ScalingState], strict: bool):
-        self.states, self.strict = states, strict
+    def __init__(self, model: nn.Module, strict: bool):
+        self.strict = strict
         self.hook = model.register_forward_pre_hook(self, prepend=True)
 
     def __call__(self, model: nn.Module, _) -> None:
@@ -261,7 +262,7 @@ class FirstForward:
             )
         self.hook.remove()
         group = next((name for layer in layers if (name := _group_of(layer))), "")
-        for state in {id(layer.numerics.state): layer.numerics.state for layer in layers}.values():
+        for state in states_of(model):
             state.ranks = group
         whys = [why for layer in layers if (why := why_emulated(layer.weight.device, layer.numerics.recipe))]
         if whys and self.strict:
@@ -298,8 +299,8 @@ def _united(kind: type) -> type:
 
         def build(self, **components):
             model = kind.build(self, **components)
-            states = unite(model, self._left, self._strict)
-            FirstForward(model, states, self._strict)
+            unite(model, self._left, self._strict)
+            FirstForward(model, self._strict)
             return model
 
     Config.__qualname__, Config.__module__ = kind.__qualname__, kind.__module__
@@ -311,15 +312,8 @@ def _group_of(layer: Float8Module) -> str:
     weight = layer.weight
     if not isinstance(weight, DTensor) or weight.device_mesh.size() == 1:
         return ""
-    mesh = weight.device_mesh
-    return (mesh if mesh.ndim == 1 else mesh._flatten()).get_group().group_name
+    return group_of(weight.device_mesh).group_name
 
 
 def _capturing(layer: Float8Module) -> bool:
     return layer.weight.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-
-
-def _packed(state: dict) -> bytes:
-    buffer = io.BytesIO()
-    torch.save(state, buffer)
-    return buffer.getvalue()

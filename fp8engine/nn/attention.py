@@ -28,7 +28,8 @@ class Heads:
 
     count: heads of queries.  of_keys: heads of keys and values (None: as many).  width: of a head (None: hidden size /
     count).  theta: base of rotary positions, or a `fp8engine.autograd.attention.Rotary`; None for none.
-    causal: a query sees up to its own position; window: only that many of them.  dropout: of the softmax.
+    causal: a query sees up to its own position; window: only that many of them, in causal heads alone.
+    dropout: of the softmax.
     qk_norm: eps of an RMSNorm of each head of q and k, before rotation (Qwen3); None for none.
     softmax: format of its two products, q k^T and P v: "16 bits", "fp8", "fp8 unrotated" or "auto" (fp8_attention.py).
     context_size: width of the context that keys and values are made of (cross attention); None: hidden size.
@@ -88,13 +89,19 @@ class Attention(nn.Module):
     ):
         super().__init__()
         self.heads = heads = Heads(heads) if isinstance(heads, int) else heads
-        of_keys = heads.of_keys or heads.count
-        if heads.count % of_keys or (heads.width is None and hidden_size % heads.count):
+        of_keys = heads.count if heads.of_keys is None else heads.of_keys
+        counts = (heads.count, of_keys, 1 if heads.width is None else heads.width)
+        if min(counts) < 1 or heads.count % of_keys or (heads.width is None and hidden_size % heads.count):
             raise ShapeError(
                 f"Attention: {hidden_size} columns, {heads.count} heads, {of_keys} of keys: heads divide the columns "
-                "(or have a width of their own), and the heads of keys divide the heads"
+                "(or have a width of their own), the heads of keys divide the heads, and there is one or more of each"
             )
-        self.width = width = heads.width or hidden_size // heads.count
+        if heads.window is not None and (heads.window < 1 or not heads.causal):
+            raise ShapeError(
+                f"Attention: a window of {heads.window} in {heads}: a query sees the last so many keys up to its own "
+                "position, 1 or more, in heads that are causal"
+            )
+        self.width = width = hidden_size // heads.count if heads.width is None else heads.width
         self.softmax = Softmax(heads.softmax, "Attention")
         biased = with_bias(bias, PROJECTIONS)
         common = {"recipe": UNTIL_SHARED, "device": device, "dtype": dtype}
@@ -122,7 +129,8 @@ class Attention(nn.Module):
         calls; this call's are appended.
         context: [batch, S, context_size], of which keys and values are made (cross attention); a cache holds these
         after the first call, and a later call's context is not read.
-        Raises ShapeError for heads with an order (causal, window, theta) or for another batch beside a context.
+        Raises ShapeError for heads with an order (causal, window, theta) or for another batch beside a context, and for
+        positions of other tokens.
         """
         with sharing(self.q_proj):
             if context is None:
@@ -146,6 +154,11 @@ class Attention(nn.Module):
         elif context.dim() != 3 or context.shape[0] != x.shape[0]:
             raise ShapeError(f"Attention: context is {list(context.shape)}; want [{x.shape[0]}, S, context_size]")
         if cache is not None and (kept := cache.of_context) is not None:
+            if x.dim() == 3 and kept[0].shape[0] != x.shape[0]:
+                raise ShapeError(
+                    f"Attention: the cache holds a context of {kept[0].shape[0]} rows, and the input has {x.shape[0]}: "
+                    "a cache serves one batch, make another"
+                )
             return kept
         k, v = self.k_proj(context), self.v_proj(context)
         if cache is not None:
@@ -171,6 +184,15 @@ class Attention(nn.Module):
             elif positions is None:
                 start = 0 if cache is None else len(cache)
                 positions = torch.arange(start, start + q.shape[2], device=q.device)
+            elif (
+                positions.dim() not in (1, 2)
+                or positions.shape[-1] != q.shape[2]
+                or (positions.dim() == 2 and positions.shape[0] != 1 and positions.shape[0] != q.shape[0])
+            ):  # not of tuples: Dynamo takes a torch.Size for another than an equal tuple
+                raise ShapeError(
+                    f"Attention: positions are {list(positions.shape)}; want [{q.shape[2]}] or "
+                    f"[{q.shape[0]}, {q.shape[2]}], of this call's tokens"
+                )
             cos_sin = angles(positions, self.width, heads.theta)
             q, k = rotated(q, *cos_sin), rotated(k, *cos_sin)
         if cache is not None:

@@ -7,6 +7,7 @@ of input and bias).  The weight has none, because an optimizer's small update of
 is trained is kept in 16 or 32 bits.
 
 The scale is called `weight_scale`, or `weight_scale_inv` where it covers blocks, as checkpoints call it: both multiply.
+MX scales, of blocks of 1x32, are held as files hold them: E8M0, the byte b for 2^(b - 127).
 """
 
 from __future__ import annotations
@@ -28,13 +29,14 @@ from fp8engine.nn.class_swap import change_class
 from fp8engine.nn.linear import Float8Module
 from fp8engine.nn.together import numerics_together
 from fp8engine.numerics.formats import E4M3, FLOATS
-from fp8engine.numerics.recipe import Cast, PerBlock, Recipe
+from fp8engine.numerics.recipe import Cast, PerBlock, Recipe, mxfp8
 from fp8engine.ops import casts, device
 from fp8engine.ops.reference import Operand, operand
 from fp8engine.ops.tensor import Float8Tensor
 from fp8engine.scaling.table import ROLES, ScalingState
 
 CODES = torch.float8_e4m3fn  # Tensor Cores take E5M2 weights only beside E4M3 inputs, and no checkpoint stores them
+MX = mxfp8().weight
 NAN_CODE = 0x7F  # S.1111.111, the only NaN of E4M3 but for its sign (OCP 8-bit floating point specification, table 1)
 
 
@@ -94,8 +96,9 @@ class Served(Float8Module):
 
     @property
     def scale(self) -> torch.Tensor:
-        """FP32, as stored; weight ≈ codes * scale."""
-        return typing.cast(torch.Tensor, getattr(self, self.scale_name))
+        """FP32, the value of what is stored; weight ≈ codes * scale."""
+        held = typing.cast(torch.Tensor, getattr(self, self.scale_name))
+        return held.view(torch.float8_e8m0fnu).float() if held.dtype == torch.uint8 else held
 
     @property
     def operand(self) -> Operand:
@@ -106,8 +109,7 @@ class Served(Float8Module):
 
     def write(self, weight: torch.Tensor) -> None:
         """Store the codes and the scale of a 16- or 32-bit weight in the plain layer's layout."""
-        codes, scale = self.quantize_(weight)
-        self.weight.data, self.scale.data = codes, scale
+        self.weight.data, self.scales[self.scale_name].data = self.quantize_(weight)
         self.lay_out()
 
     def quantize_(self, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -128,7 +130,7 @@ class Served(Float8Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self._check(x)
-        if torch.is_grad_enabled() and (self.weight.requires_grad or self.scale.requires_grad):
+        if torch.is_grad_enabled() and (self.weight.requires_grad or self.scales[self.scale_name].requires_grad):
             raise GradientError(
                 f"{self.numerics.name}: its weight is stored as FP8 codes, which no optimizer can update: train "
                 "adapters on it (peft), or call fe.revert(model), which gives 16-bit weights back, and then fe.convert"
@@ -155,6 +157,19 @@ class Served(Float8Module):
     def __setstate__(self, state: dict) -> None:
         super().__setstate__(state)
         self._parameters["weight"] = nn.Parameter(state["_parameters"]["weight"].view(CODES), requires_grad=False)
+
+    def _load_from_state_dict(self, state_dict, prefix, *others):
+        given = state_dict.get(f"{prefix}weight")
+        if isinstance(given, torch.Tensor) and given.dtype != CODES:  # copied, it would be codes without a scale
+            others[-1].append(
+                f"{self.numerics.name}: its weight is stored as FP8 codes, and {prefix}weight is {given.dtype}: call "
+                "fe.revert(model), load, and then fe.convert(frozen='fp8')"
+            )
+            return
+        super()._load_from_state_dict(state_dict, prefix, *others)
+        if f"{prefix}{self.scale_name}" in state_dict:
+            self.numerics.adopt(_known(self))
+            _show(self)
 
     def _apply(self, fn, recurse=True):
         # A change of dtype moves the model's 16-bit parts only: codes and their FP32 scales keep their dtypes.
@@ -198,7 +213,7 @@ class ServedLinear(Served, nn.Linear):
 
 
 def quantize_weight(weight_NK: torch.Tensor, weight: Cast) -> tuple[torch.Tensor, torch.Tensor]:
-    """(codes [N, K], FP32 scale of `scale_shape`) of a weight, from its own amax.
+    """(codes [N, K], scale of `scale_shape`) of a weight, from its own amax, as they are stored: MX scales as bytes.
 
     >>> codes, scale = quantize_weight(torch.tensor([[7.0, -1.75]]), Cast(E4M3))
     >>> codes.float().tolist(), scale.tolist()
@@ -206,7 +221,8 @@ def quantize_weight(weight_NK: torch.Tensor, weight: Cast) -> tuple[torch.Tensor
     """
     with torch.no_grad():
         made = casts.quantize(weight_NK.detach(), replace(weight, scaling="current"))
-    return made.data, made.scale.float().reshape(scale_shape(weight, *weight_NK.shape))
+    scale = made.scale.float().reshape(scale_shape(weight, *weight_NK.shape))
+    return made.data, scale.to(torch.float8_e8m0fnu).view(torch.uint8) if weight == MX else scale
 
 
 def make_served(
@@ -225,10 +241,10 @@ def make_served(
     served.compute_dtype, served.scale_name = weight.dtype, name or scale_name(recipe.weight)
     served.weight = nn.Parameter(torch.empty(weight.shape, dtype=CODES, device=where), requires_grad=False)
     # FP32 explicitly: transformers builds a model under another default dtype, and casts scales to what it finds.
-    shape = scale_shape(recipe.weight, *served._flipped(weight).shape)
-    scale = torch.empty(shape, dtype=torch.float32, device=where)
+    shape, dtype = scale_shape(recipe.weight, *served._flipped(weight).shape), torch.float32
+    scale = torch.empty(shape, dtype=torch.uint8 if recipe.weight == MX else dtype, device=where)
     served.register_parameter(served.scale_name, nn.Parameter(scale, requires_grad=False))
-    one = torch.empty(1, dtype=torch.float32, device=where)
+    one = torch.empty(1, dtype=dtype, device=where)
     served.register_parameter("input_scale", nn.Parameter(one, requires_grad=False) if static else None)
     served.numerics = Numerics("Linear", recipe, ScalingState([("", recipe)], where), standalone=True)
     return served
@@ -272,17 +288,22 @@ def attach(layers: list[tuple[str, Served]]) -> list[ScalingState]:
     made, states = numerics_together([(name, _known(layer), layer.weight.device) for name, layer in layers])
     for (_, layer), numerics in zip(layers, made, strict=True):
         layer.numerics, numerics.kinds = numerics, layer.kinds
-        for role, scale in (("weight", layer.scale), ("input", layer.input_scale)):
-            if scale is not None and scale.numel() and not scale.is_meta:  # as reports show: the coarsest
-                slot = numerics.slot(role, record=False)
-                slot.live_2S[0, slot.index] = scale.max() * E4M3.max
-                slot.live_2S[1, slot.index] = 1.0 / scale.max()
+        _show(layer)
     return states
+
+
+def _show(layer: Served) -> None:
+    """Write the coarsest of the stored scales into the layer's slots, where reports look."""
+    for role, scale in (("weight", layer.scale), ("input", layer.input_scale)):
+        if scale is not None and scale.numel() and not scale.is_meta:
+            slot = layer.numerics.slot(role, record=False)
+            slot.live_2S[0, slot.index] = scale.detach().max() * E4M3.max
+            slot.live_2S[1, slot.index] = 1.0 / scale.detach().max()
 
 
 def trouble(layer: Served) -> str | None:
     """Why a layer's loaded numbers cannot be right, or None."""
-    for name, scale in layer.scales.items():
+    for name, scale in (layer.scales | {layer.scale_name: layer.scale}).items():
         if not bool((torch.isfinite(scale) & (scale >= 0)).all()):
             return f"{name} holds NaN, Inf or a negative number"
     if bool(((layer.weight.detach().view(torch.uint8) & NAN_CODE) == NAN_CODE).any()):

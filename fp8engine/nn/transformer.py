@@ -168,14 +168,15 @@ class TransformerLayer(nn.Module):
 
         mask, positions, cache: as fe.Attention takes them.
         context, context_mask: what cross attention reads, [batch, S, context_size], and its mask.
-        Raises ShapeError where there is one of context and cross attention without the other.
+        Raises ShapeError where there is one of context, or its mask, and cross attention without the other.
         """
         cross = getattr(self, "cross_attn", None)
-        if (context is None) != (cross is None):
+        if (context is None) != (cross is None) or (cross is None and context_mask is not None):
             has = (
                 "no cross attention: make it with context_size" if cross is None else "cross attention, which reads one"
             )
-            raise ShapeError(f"TransformerLayer: context is {'missing' if cross else 'given'}, and the layer has {has}")
+            what = "context is missing" if cross else "a context or its mask is given"
+            raise ShapeError(f"TransformerLayer: {what}, and the layer has {has}")
         begin_in_graph(self.mlp.down_proj)
         with sharing(self.mlp.down_proj):
             run = self._post_norm if self.placement == "post" else self._pre_norm

@@ -29,12 +29,14 @@ def unsupported(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float)
     >>> unsupported(*[torch.ones(1, 1, 2, 80)] * 3, scale=0.1)
     'heads of 80 columns; FP8 attention takes 64, 96 or 128'
     """
+    if q.is_nested or k.is_nested or v.is_nested:
+        return "nested tensors; FP8 attention takes plain ones"
     shapes = [list(x.shape) for x in (q, k, v)]
     if q.dim() != 4 or k.dim() != 4 or v.dim() != 4:
         return f"q, k and v are {shapes}; FP8 attention takes [batch, heads, T, D]"
     if q.shape[3] not in HEAD_DIMS:
         return f"heads of {q.shape[3]} columns; FP8 attention takes 64, 96 or 128"
-    if k.shape != v.shape or q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3] or q.shape[1] % k.shape[1]:
+    if k.shape != v.shape or q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3] or q.shape[1] % max(k.shape[1], 1):
         return f"q, k and v are {shapes}; FP8 attention takes one head dim, and heads that share those of k evenly"
     if q.dtype not in FLOATS or not q.dtype == k.dtype == v.dtype:
         return (
@@ -82,6 +84,8 @@ FORM = "float scale, bool causal, SymInt window, SymInt offset, bool rotated"
 
 @operation(f"attention(Tensor q, Tensor k, Tensor v, {FORM}) -> Tensor", lambda q, *rest: _turned(q))
 def _attention(q, k, v, *form):
+    if not q.numel() or not k.numel():  # no query, or none that sees a key
+        return _turned(q).zero_()
     return twin(q.device).attention(q, k, v, Form(*form))
 
 
@@ -90,6 +94,8 @@ def _attention(q, k, v, *form):
     lambda do, q, k, v, *form: tuple(map(_turned, (q, k, v))),
 )
 def _backward(do, q, k, v, *form):
+    if not q.numel() or not k.numel():
+        return tuple(_turned(x).zero_() for x in (q, k, v))
     return tuple(twin(q.device).attention_backward(do, q, k, v, Form(*form)))
 
 

@@ -143,8 +143,7 @@ def dispatched(recipe: Recipe, name: str, shape: tuple[int, int, int]) -> tuple[
     if by_block:
         a, b = triton_backend.in_groups(a, size), triton_backend.in_groups(b, size)
     config = tuning.pick(operation, HOPPER, m, n, limits.describable(a.data) and limits.describable(b.data))
-    end = Epilogue()
-    if limits.operands(a, b, end) or (operation != "matmul_fp8" and limits.scaled(a, b, end, config)):
+    if limits.gluon(a, b, Epilogue(), config):
         config = tuning.plain(config)
     return operation, config._replace(block_k=size) if by_block else config
 

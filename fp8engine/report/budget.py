@@ -8,11 +8,14 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from fp8engine.auto import measured
 from fp8engine.auto.budget import Spent
+from fp8engine.auto.controller import Controller
+from fp8engine.auto.in_training import InTraining
 from fp8engine.errors import BudgetWarning, StateError
-from fp8engine.report.state import controllers_of, float8_layers
+from fp8engine.report.state import StateView
 
 
 def keep_budget(
@@ -49,17 +52,41 @@ def keep_budget(
     >>> spent.kept, spent.batches, spent.tokens
     (True, 4, 128)
     """
-    float8_layers(model, "keep_budget")
-    controllers = controllers_of(model)
-    if not controllers or any(each.plan is not None for each in controllers):
-        what = "the model repeats a plan" if controllers else "no layer is under `auto`"
-        raise StateError(f"keep_budget: {what}; fe.convert(model, fe.auto(budget=0.005))")
+    controllers = _controllers(model, "keep_budget")
     if any(each.state.must_wait for each in controllers):
         raise StateError("keep_budget: weights are gathered as FP8 codes of this step; call it after optimizer.step()")
     spent = measured.keep(controllers, model, batches, loss)
     if not spent.kept:
-        message = (
-            f"keep_budget: {spent}; layers whose costs are not known stay as they were: train or calibrate on more"
-        )
-        warnings.warn(message, BudgetWarning, stacklevel=2)
+        why = "layers whose costs are not known stay as they were: train or calibrate on more"
+        warnings.warn(f"keep_budget: {spent}; {why}", BudgetWarning, stacklevel=2)
     return spent
+
+
+def keep_budget_in_training(model: nn.Module, batches: int = 8) -> RemovableHandle:
+    """Keep `fe.auto(budget=...)` in a training by measuring it on the training's own batches; returns a hook's handle.
+
+    model: converted under `fe.auto` with a budget; the module that the training calls, which returns its `.loss`, a
+    mean in nats.  batches: as many of the latest are kept, as copies on their device, and measured: at least 4.
+
+    As `keep_budget` on these batches: half of them decide, half check.  It is done between two optimizer steps, first
+    when `batches` have been trained on, then whenever the training is four times as long: before steps 9, 36, 144, ...
+    for 8 batches.  Each time it takes 2 to 9 evaluation forwards a batch; the log (`logging`) says how many seconds it
+    took, and what was found.  A BudgetWarning says where the budget is not kept, or could not be measured.
+    A run that is resumed calls it again, and begins to count anew.  `handle.remove()` ends it.
+    Raises StateError: no budget, a plan, fewer batches than 4.
+    """
+    controllers = _controllers(model, "keep_budget_in_training")
+    if batches < measured.LEAST:
+        raise StateError(f"keep_budget_in_training: {batches} batches; want at least {measured.LEAST}")
+    if all(each.recipe.budget is None for each in controllers):
+        raise StateError("keep_budget_in_training: no layer has a budget; fe.convert(model, fe.auto(budget=0.005))")
+    return model.register_forward_pre_hook(InTraining(controllers, batches), prepend=True, with_kwargs=True)
+
+
+def _controllers(model: nn.Module, caller: str) -> list[Controller]:
+    """Those of a model under `auto`.  Raises StateError where there is none, or one that repeats a plan."""
+    controllers = StateView(model, caller).controllers
+    if not controllers or any(each.plan is not None for each in controllers):
+        what = "the model repeats a plan" if controllers else "no layer is under `auto`"
+        raise StateError(f"{caller}: {what}; fe.convert(model, fe.auto(budget=0.005))")
+    return controllers

@@ -68,6 +68,15 @@ def shortened(name: str, width: int) -> str:
     return f"…{parts if dot else end[1:]}"
 
 
+def named(names: Sequence[str]) -> str:
+    """One name for several.
+
+    >>> named(["up"]), named(["up", "gate", "down"])
+    ('up', 'up and 2 more')
+    """
+    return f"{names[0]} and {len(names) - 1} more" if names[1:] else names[0]
+
+
 def wrapped(lines: Sequence[str], width: int | None) -> Iterator[str]:
     """The lines, each continued below itself where it is longer than `width`; words, and so names, stay whole."""
     for line in lines:

@@ -76,11 +76,9 @@ class EventWriter:
         self.close()
 
     def _sample(self, slot: str, sample: Sample) -> None:
-        numbers = {"amax": sample.amax, "sqnr": sample.sqnr_db}
-        numbers |= {"flushed": sample.flushed, "saturated": sample.saturated}
-        numbers["crest"] = sample.crest or math.nan  # no point of a tensor of zeros
-        self._scalars(slot, numbers, sample.step)
-        self._format(slot, sample.cast.partition("/")[0], sample.step)
+        numbers = {"amax": sample.amax, "sqnr": sample.sqnr_db, "flushed": sample.flushed}
+        numbers |= {"saturated": sample.saturated, "crest": sample.crest or math.nan}  # no crest of a tensor of zeros
+        self._scalars(slot, numbers, sample.step, sample.cast.partition("/")[0])
 
     def _slot(self, slot: str, numbers: Mapping, step: int) -> None:
         """The numbers of the scaling table; of a sampled slot only its scale, which samples do not hold."""
@@ -88,19 +86,15 @@ class EventWriter:
             return
         self._scalars(slot, {"scale": numbers["scale"]}, step)
         if slot not in self.seen:
-            lost = {"flushed": measured(numbers, "underflowed"), "saturated": measured(numbers, "saturated")}
-            shares = {key: share for key, share in lost.items() if share is not None}
-            self._scalars(slot, {"amax": numbers["amax"], **shares}, step)
-            self._format(slot, numbers["format"], step)
+            shares = {"flushed": measured(numbers, "underflowed"), "saturated": measured(numbers, "saturated")}
+            self._scalars(slot, {"amax": numbers["amax"], **shares}, step, numbers["format"])
 
-    def _scalars(self, slot: str, numbers: Mapping[str, float], step: int) -> None:
+    def _scalars(self, slot: str, numbers: Mapping[str, float | None], step: int, format: str = "") -> None:
+        if format in FORMATS:
+            numbers = {**numbers, "format": FORMATS.index(format)}
         for key, value in numbers.items():
-            if math.isfinite(value):
+            if value is not None and math.isfinite(value):
                 self.events.add_scalar(f"{key}/{slot}", value, step)
-
-    def _format(self, slot: str, name: str, step: int) -> None:
-        if name in FORMATS:
-            self.events.add_scalar(f"format/{slot}", FORMATS.index(name), step)
 
     def _histogram(self, slot: str, spread: Spread) -> None:
         """Counts by octaves, lowest first; the first octave holds zeros too and is left out."""

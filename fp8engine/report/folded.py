@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import statistics
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from string import ascii_uppercase
 from typing import Any
 
+from fp8engine.report.facts import Layer
 from fp8engine.report.flow import repeats
-from fp8engine.report.rows import Layer
 from fp8engine.scaling.table import OUTPUT, ROLES
 
 # A layer's share stands out above so many times the middle one of the layers that otherwise ran alike, if it is above
@@ -30,10 +31,9 @@ def tables(layers: Sequence[Layer], every: bool) -> list[Rows]:
     ran = _ran([layer for layer in layers if layer["recipe"] != "none"], every)
     left = groups([layer for layer in layers if layer["recipe"] == "none"], ["kind", "shape", "reason"], every)
     way = ["recipe", "backend", *ROLES, *stores]
-    ways: dict[tuple[str, ...], int] = {}
+    ways: Counter[tuple[str, ...]] = Counter()
     for _, members in ran:
-        key = _way(members[0], stores)
-        ways[key] = ways.get(key, 0) + len(members)
+        ways[_way(members[0], stores)] += len(members)
     letters = {key: f"{ascii_uppercase[i % 26]}{i // 26 or ''}" for i, key in enumerate(ways)}
     legend = [["ran as", *way, "layers"], *([letters[key], *key, str(count)] for key, count in ways.items())]
     rows = [["layer", "shape", *(way if every else ["ran as"]), "saturated", "flushed", "note"]]

@@ -88,11 +88,11 @@ class LiveReport:
 
 
 def _sums(report: Report, step: int) -> dict[str, Any]:
-    totals = report.totals
-    sums = {f"fp8/{key}": totals[key] for key in SUMS}
-    sums |= {f"fp8/{key}": share for key in SHARES if (share := measured(totals, key)) is not None}
+    sums: dict[str, Any] = {"step": step} | {key: report.totals[key] for key in SUMS}
+    sums |= {key: share for key in SHARES if (share := measured(report.totals, key)) is not None}
     counts = {"decisions": report.decisions, "early_warnings": report.alarms, "standing_outliers": report.outliers}
-    return {"fp8/step": step} | sums | {f"fp8/{key}": len(found) for key, found in counts.items()}
+    sums |= {key: len(found) for key, found in counts.items()}
+    return {f"fp8/{key}": value for key, value in sums.items()}
 
 
 def _wandb() -> Any:

@@ -43,30 +43,39 @@ def slot_name(layer: str, role: str) -> str:
     return f"{layer}.{role}" if layer else role
 
 
-def _slots_of(layers: Mapping[str, Numerics]) -> Iterator[tuple[str, Numerics, str]]:
-    for name, numerics in layers.items():
-        for role in numerics.state.roles(numerics.layer):
-            yield name, numerics, role
+def _is_output(slot: str) -> bool:
+    return slot.rpartition(".")[2] == OUTPUT
 
 
 class StateView(Mapping[str, SlotView]):
-    """Slots by name, `blocks.0.mlp.up.input`; each look-up copies the numbers out."""
+    """Slots by name, `blocks.0.mlp.up.input`; each look-up copies the numbers out.
 
-    def __init__(self, model: nn.Module):
-        self._layers = float8_layers(model, "scaling_state")
+    layers: name -> numerics, of every converted layer.  states: their scaling states, each once.
+    controllers: those of the states under `auto`.
+    """
+
+    def __init__(self, model: nn.Module, caller: str = "scaling_state"):
+        self.layers = float8_layers(model, caller)
+        self.states = list({id(numerics.state): numerics.state for numerics in self.layers.values()}.values())
+        self.controllers = [state.controller for state in self.states if state.controller is not None]
+
+    def slots(self) -> dict[str, tuple[Numerics, str]]:
+        """Name -> (numerics of the layer, role), of every slot that there is now."""
+        each = ((name, numerics, numerics.state.roles(numerics.layer)) for name, numerics in self.layers.items())
+        return {slot_name(name, role): (numerics, role) for name, numerics, roles in each for role in roles}
 
     def __getitem__(self, name: str) -> SlotView:
         layer, _, role = name.rpartition(".")
-        numerics = self._layers.get(layer)
+        numerics = self.layers.get(layer)
         if numerics is None or role not in numerics.state.roles(numerics.layer):
             raise KeyError(str(UnknownName("slot", name, self)))
         return numerics.state.view(name, numerics.layer, role)
 
     def __iter__(self) -> Iterator[str]:
-        return (slot_name(name, role) for name, _, role in _slots_of(self._layers))
+        return iter(self.slots())
 
     def __len__(self) -> int:
-        return sum(1 for _ in self)
+        return len(self.slots())
 
     def rescale_gradients(self, factor: float) -> None:
         """Multiply the gradients' histories and predicted scales by `factor`, as the loss scale was.
@@ -79,7 +88,7 @@ class StateView(Mapping[str, SlotView]):
         >>> layer, scaler = Linear(16, 16, recipe="delayed"), GradScaler("cpu")
         >>> _ = scaler.on_scale_change(scaling_state(layer).rescale_gradients)
         """
-        for state in _states(self._layers):
+        for state in self.states:
             state.rescale_gradients(factor)
 
     def see_loss(self, loss: torch.Tensor | float) -> None:
@@ -95,7 +104,7 @@ class StateView(Mapping[str, SlotView]):
         """
         if isinstance(loss, torch.Tensor) and loss.numel() != 1:
             raise ShapeError(f"see_loss: a loss of shape {list(loss.shape)}; want one number, the mean over tokens")
-        for controller in _controllers(self._layers):
+        for controller in self.controllers:
             controller.see_loss(loss)
 
     def state_dict(self) -> dict:
@@ -103,11 +112,72 @@ class StateView(Mapping[str, SlotView]):
 
         `accelerator.register_for_checkpointing(fe.scaling_state(model))` takes it.
         """
-        return _marked(_saved(self._layers))
+        saved = self.saved()
+        if not ranks.first():  # scales (>= 0) get a negative sign: a load sees whose amaxes stand beside them
+            for slot in saved["slots"].values():
+                slot["live"][1:].neg_()
+        return saved
+
+    def saved(self) -> dict:
+        """`state_dict` without a mark on the amaxes of other ranks than the first."""
+        for state in self.states:
+            state.saved_1.fill_(1)
+        slots = {name: {key: t.clone() for key, t in _columns(*slot).items()} for name, slot in self.slots().items()}
+        version = 2 if any(map(_is_output, slots)) else 1
+        backward_seen = [state.backward_seen for state in self.states]  # else amaxes are a forward's
+        found: dict = {"version": version, "slots": slots, "backward_seen": backward_seen}
+        if any(state.recomputed for state in self.states):
+            found["recomputed"] = [state.recomputed for state in self.states]
+        if self.controllers:
+            found["auto"] = [controller.state_dict() for controller in self.controllers]
+        return found
 
     def load_state_dict(self, state_dict: Mapping) -> None:
         """As `load_scaling_state_dict`, and raises as it does."""
-        _load(self._layers, state_dict)
+        self.put_back(state_dict)
+
+    def put_back(self, state_dict: Mapping) -> None:
+        """`load_state_dict`; its warning names the line that called its caller."""
+        slots, kept = self._checked(state_dict)
+        if any(state.delayed for state in self.states):
+            _warn_of_marks(slots)
+        for controller, found in zip(self.controllers, kept, strict=True):  # before the tables: a recipe clears a scale
+            controller.load_state_dict(found)
+        for name, slot in self.slots().items():
+            for key, target in _columns(*slot).items() if name in slots else ():
+                target[: slots[name][key].numel()] = slots[name][key][: target.numel()]
+        backward_seen = _of_each(state_dict.get("backward_seen", True), len(self.states))
+        recomputed = _of_each(state_dict.get("recomputed", False), len(self.states))
+        for state, came, again in zip(self.states, backward_seen, recomputed, strict=True):
+            state.live_2S[1].abs_()
+            state.outputs.loaded(state.live_2S)
+            state.saved_1.fill_(1)
+            state.loaded = True
+            # Whether a step was recorded and waits to be entered.
+            state.backward_seen = bool((state.live_2S[0] >= 0).any()) and came
+            state.recomputed = again
+
+    def _checked(self, state_dict: Mapping) -> tuple[Mapping, Sequence]:
+        """(saved slots, states of "auto").  Raises StateError unless they are of this model under these recipes."""
+        if not isinstance(state_dict, Mapping) or state_dict.get("version") not in READS:
+            raise StateError(f"not a scaling state dict of version {' or '.join(map(str, READS))}")
+        slots, expected = state_dict.get("slots"), self.slots()
+        names = set(slots) if isinstance(slots, Mapping) else set()
+        # The slot of an output may be missing: its scale is predicted again; under auto the log says which are stored.
+        missing = sorted(name for name in expected.keys() - names if not _is_output(name))
+        unknown = sorted(name for name in names - expected.keys() if not (self.controllers and _is_output(name)))
+        if not isinstance(slots, Mapping) or missing or unknown:
+            raise StateError(
+                f"scaling state of another model: {len(missing)} slots missing ({', '.join(missing[:3])}), "
+                f"{len(unknown)} unknown ({', '.join(unknown[:3])})"
+            )
+        for name, slot in expected.items():
+            _check(slots.get(name), *slot, deeper=bool(self.controllers))
+        if len(kept := state_dict.get("auto", [])) != len(self.controllers):
+            raise StateError(
+                f'{len(kept)} states of "auto" saved, {len(self.controllers)} wanted: convert with the recipe of then'
+            )
+        return slots, kept
 
     def on_alarm(self, listener: Callable[[Alarm], object]) -> Callable[[], None]:
         """Call `listener` with every early warning from now on; the function returned ends that.
@@ -119,7 +189,7 @@ class StateView(Mapping[str, SlotView]):
         >>> layer = Linear(16, 16, recipe="auto")
         >>> stop = scaling_state(layer).on_alarm(print)
         """
-        histories = [controller.history for controller in _controllers(self._layers)]
+        histories = [controller.history for controller in self.controllers]
         if not histories:
             raise StateError(
                 'on_alarm: no layer is under "auto", and only those are watched; fe.convert(model, "auto")'
@@ -137,15 +207,7 @@ class StateView(Mapping[str, SlotView]):
 
 def controllers_of(model: nn.Module) -> list[Controller]:
     """The controllers of the model's layers under `auto`, one for each scaling state."""
-    return _controllers(float8_layers(model, "controllers_of"))
-
-
-def _controllers(layers: Mapping[str, Numerics]) -> list[Controller]:
-    return [state.controller for state in _states(layers) if state.controller is not None]
-
-
-def _states(layers: Mapping[str, Numerics]) -> list[ScalingState]:
-    return list({id(numerics.state): numerics.state for numerics in layers.values()}.values())
+    return StateView(model, "controllers_of").controllers
 
 
 def scaling_state(model: nn.Module) -> StateView:
@@ -166,36 +228,27 @@ def scaling_state_dict(model: nn.Module) -> dict:
     One rank of several may call it without the others: a run resumed on all ranks from its file repeats the run that
     goes on.  For that, all ranks take this step's amaxes from the first rank that saved, not the largest of all ranks.
     """
-    return _marked(joined_state_dict(model))
+    return StateView(model, "scaling_state_dict").state_dict()
 
 
 def joined_state_dict(model: nn.Module) -> dict:
     """`scaling_state_dict` where this step's amaxes have been joined before: those of any rank are all ranks'."""
-    return _saved(float8_layers(model, "scaling_state_dict"))
+    return StateView(model, "scaling_state_dict").saved()
 
 
-def _saved(layers: dict[str, Numerics]) -> dict:
-    slots, states = {}, _states(layers)
-    for state in states:
-        state.saved_1.fill_(1)
-    for name, numerics, role in _slots_of(layers):
-        slots[slot_name(name, role)] = {key: t.clone() for key, t in _columns(numerics, role).items()}
-    version = 2 if any(name.split(".")[-1] == OUTPUT for name in slots) else 1
-    backward_seen = [state.backward_seen for state in states]  # else amaxes are a forward's
-    found: dict = {"version": version, "slots": slots, "backward_seen": backward_seen}
-    if any(state.recomputed for state in states):
-        found["recomputed"] = [state.recomputed for state in states]
-    if kept := [controller.state_dict() for controller in _controllers(layers)]:
-        found["auto"] = kept
-    return found
+def load_scaling_state_dict(model: nn.Module, state_dict: Mapping) -> None:
+    """Put back what `scaling_state_dict` saved from the same model under the same recipes.
+
+    Raises StateError, with nothing loaded, when it is not such a dict, slots are missing or unknown, or shapes differ.
+    Warns (ParallelWarning), on the first rank, where it has other ranks' amaxes that the run did not go on with.
+    """
+    StateView(model, "load_scaling_state_dict").put_back(state_dict)
 
 
-def _marked(state: dict) -> dict:
-    """On other ranks than the first, scales (>= 0) get a negative sign: a load sees whose amaxes stand beside them."""
-    if not ranks.first():
-        for slot in state["slots"].values():
-            slot["live"][1:].neg_()
-    return state
+def without_state(model: nn.Module) -> None:
+    """Go on from a checkpoint with fresh scales, as wanted: no ResumeWarning."""
+    for state in StateView(model, "without_state").states:
+        state.loaded = True
 
 
 def _warn_of_marks(slots: Mapping) -> None:
@@ -209,63 +262,6 @@ def _warn_of_marks(slots: Mapping) -> None:
             ParallelWarning,
             stacklevel=4,
         )
-
-
-def load_scaling_state_dict(model: nn.Module, state_dict: Mapping) -> None:
-    """Put back what `scaling_state_dict` saved from the same model under the same recipes.
-
-    Raises StateError, with nothing loaded, when it is not such a dict, slots are missing or unknown, or shapes differ.
-    Warns (ParallelWarning), on the first rank, where it has other ranks' amaxes that the run did not go on with.
-    """
-    _load(float8_layers(model, "load_scaling_state_dict"), state_dict)
-
-
-def without_state(model: nn.Module) -> None:
-    """Go on from a checkpoint with fresh scales, as wanted: no ResumeWarning."""
-    for state in _states(float8_layers(model, "without_state")):
-        state.loaded = True
-
-
-def _load(layers: dict[str, Numerics], state_dict: Mapping) -> None:
-    if not isinstance(state_dict, Mapping) or state_dict.get("version") not in READS:
-        raise StateError(f"not a scaling state dict of version {' or '.join(map(str, READS))}")
-    slots, controllers = state_dict.get("slots"), _controllers(layers)
-    expected = {slot_name(name, role) for name, _, role in _slots_of(layers)}
-    names = set(slots) if isinstance(slots, Mapping) else set()
-    # The slot of an output may be missing: its scale is predicted again; under auto the log says which are stored.
-    missing = {name for name in expected - names if name.split(".")[-1] != OUTPUT}
-    unknown = {name for name in names - expected if not (controllers and name.split(".")[-1] == OUTPUT)}
-    if not isinstance(slots, Mapping) or missing or unknown:
-        missing, unknown = sorted(missing), sorted(unknown)
-        raise StateError(
-            f"scaling state of another model: {len(missing)} slots missing ({', '.join(missing[:3])}), "
-            f"{len(unknown)} unknown ({', '.join(unknown[:3])})"
-        )
-    for name, numerics, role in _slots_of(layers):
-        _check(slots.get(slot_name(name, role)), numerics, role, deeper=bool(controllers))
-    if len(kept := state_dict.get("auto", [])) != len(controllers):
-        raise StateError(
-            f'{len(kept)} states of "auto" saved, {len(controllers)} wanted: convert with the recipe of then'
-        )
-    if any(state.delayed for state in _states(layers)):
-        _warn_of_marks(slots)
-    for controller, found in zip(controllers, kept, strict=True):  # before the tables: a changed recipe clears a scale
-        controller.load_state_dict(found)
-    for name, numerics, role in _slots_of(layers):
-        saved = slots.get(slot_name(name, role), {})
-        for key, target in _columns(numerics, role).items() if saved else ():
-            target[: saved[key].numel()] = saved[key][: target.numel()]
-    states = _states(layers)
-    backward_seen = _of_each(state_dict.get("backward_seen", True), len(states))
-    recomputed = _of_each(state_dict.get("recomputed", False), len(states))
-    for state, came, again in zip(states, backward_seen, recomputed, strict=True):
-        state.live_2S[1].abs_()
-        state.outputs.loaded(state.live_2S)
-        state.saved_1.fill_(1)
-        state.loaded = True
-        # Whether a step was recorded and waits to be entered.
-        state.backward_seen = bool((state.live_2S[0] >= 0).any()) and came
-        state.recomputed = again
 
 
 def _of_each(saved: bool | Sequence[bool], states: int) -> Sequence[bool]:

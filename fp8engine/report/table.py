@@ -9,11 +9,12 @@ from collections.abc import Sequence
 
 from fp8engine import files
 from fp8engine.auto import Alarm, merge
-from fp8engine.errors import StateError
-from fp8engine.report import folded, outliers
-from fp8engine.report.columns import columns, terminal_width, wrapped
+from fp8engine.errors import ReportError, StateError
+from fp8engine.report import folded
+from fp8engine.report.columns import columns, named, terminal_width, wrapped
 from fp8engine.report.facts import Facts
-from fp8engine.report.page.write import Drawn, write
+from fp8engine.report.flow import repeats
+from fp8engine.report.page import Drawn, page
 from fp8engine.scaling.table import ROLES
 
 COLUMNS = ("name", "kind", "shape", "recipe", "backend", "emulated", "reason", "fused")
@@ -46,7 +47,11 @@ class Report(Facts):
         Formats over time are drawn of layers under `auto`; for fixed recipes the page says why there are none.
         Raises ReportError for losses that are no numbers, or a path that cannot be written.
         """
-        write(self, path, losses, flow)
+        text = page(self, losses, flow)
+        try:
+            files.write(path, text.encode(errors="replace"))  # losses and names may hold what UTF-8 does not
+        except OSError as error:
+            raise ReportError(f"cannot write {os.fspath(path)}: {error.strerror or error}") from error
 
     def to_tensorboard(self, logdir: str | os.PathLike) -> None:
         """Write everything that was sampled so far as TensorBoard's events, each sample at its own step.
@@ -66,8 +71,7 @@ class Report(Facts):
         writer.writerow([*COLUMNS, *slots])
         for layer in self.layers:
             numbers = [layer[role].get(key, "") for role in ROLES for key in SLOT_COLUMNS]
-            shape = "x".join(map(str, layer["shape"]))
-            writer.writerow([shape if key == "shape" else layer[key] for key in COLUMNS] + numbers)
+            writer.writerow([folded.shape_of(layer) if key == "shape" else layer[key] for key in COLUMNS] + numbers)
         files.write(path, text.getvalue())
 
     def table(self, width: int | None = None, every: bool = False) -> str:
@@ -80,30 +84,6 @@ class Report(Facts):
         lines = ["FP8 engine: what ran, and why", *self._summary(), *[folded.READ_AS] * (not every)]
         parts = [wrapped(lines, width), *(columns(table, width) for table in rows)]
         return "\n\n".join("\n".join(part) for part in parts) + "\n"
-
-    def _gather(self) -> list[str]:
-        """What fully_shard's gathers of weights send, and what they would send as codes."""
-        sums = self.totals["gather"]
-        if sums is None:
-            return []
-        sent, plain, codes = (
-            f"{sums[key] / 1e6:.2f} MB" for key in ("sent_bytes", "high_precision_bytes", "as_codes_bytes")
-        )
-        if sums["as_codes"] == 0 and sums["as_codes_bytes"] < sums["sent_bytes"]:
-            return [
-                f"fully_shard gathers weights in high precision: a rank sends {sent} to gather all; "
-                f"fe.distributed.fsdp would send {codes}"
-            ]
-        line = f"{sums['as_codes']} of {sums['weights']} sharded weights are gathered as FP8 codes: a rank sends {sent}"
-        whys: dict[str, list[str]] = {}
-        for layer in self.layers:
-            if why := layer.get("gather", "").partition("high precision: ")[2]:
-                whys.setdefault(why, []).append(layer["name"])
-        told = []
-        for why, (first, *more) in sorted(whys.items()):
-            named = f"{first}{f' and {len(more)} more' if more else ''}"
-            told.append(f"{len(more) + 1} gathered in high precision ({named}): {why}")
-        return [f"{line} to gather all, {plain} in high precision", *told]
 
     def _summary(self) -> list[str]:
         totals = self.totals
@@ -130,16 +110,19 @@ class Report(Facts):
                 "the budget of loss is not kept: no loss was seen; call fe.scaling_state(model).see_loss(loss) before "
                 "each backward, or return it from the model as .loss"
             )
-        if totals.get("cost_millinats"):
-            lines.append(
-                f"the casts of all forwards are predicted to cost {totals['cost_millinats']:.3g} millinats of loss"
-            )
+        if cost := totals["cost_millinats"]:
+            lines.append(f"the casts of all forwards are predicted to cost {cost:.3g} millinats of loss")
         if self.auto.spent is not None:
             lines.append(str(self.auto.spent))
         if self.alarms:
             lines.append(f"{len(self.alarms)} early warnings, the latest: {Alarm(**self.alarms[-1])}")
         if self.outliers:
-            lines.append(outliers.line(self.outliers))
+            first, many = self.outliers[0], len(self.outliers)
+            remedy = f"; remedy: {first['remedy']}" if first["remedy"] else ""
+            lines.append(
+                f"{many} slot{'s have' if many > 1 else ' has'} standing outliers, the largest {first['slot']}: amax "
+                f"{first['ratio']:.0f}x rms{remedy}"
+            )
         if totals["kept_weight_bytes"]:
             why = ", ".join(sorted({layer["kept_why"] for layer in self.layers if layer["kept_bytes"]}))
             size = totals["kept_weight_bytes"] / 2**20
@@ -153,9 +136,30 @@ class Report(Facts):
             if each["asked"] != "16 bits":
                 ran = f"ran in {each['ran']}" if each["ran"] else "has not run"
                 lines.setdefault(": ".join(filter(None, [ran, each["why"]])), []).append(each["name"])
+        return [f"attention {named(names)} {what}" for what, names in lines.items()]
+
+    def _gather(self) -> list[str]:
+        """What fully_shard's gathers of weights send, and what they would send as codes."""
+        sums = self.totals["gather"]
+        if sums is None:
+            return []
+        sent, plain, codes = (
+            f"{sums[key] / 1e6:.2f} MB" for key in ("sent_bytes", "high_precision_bytes", "as_codes_bytes")
+        )
+        if sums["as_codes"] == 0 and sums["as_codes_bytes"] < sums["sent_bytes"]:
+            return [
+                f"fully_shard gathers weights in high precision: a rank sends {sent} to gather all; "
+                f"fe.distributed.fsdp would send {codes}"
+            ]
+        asked = ((layer["gather"].partition("high precision: ")[2], layer["name"]) for layer in self.layers)
+        whys = repeats.grouped(pair for pair in asked if pair[0])
+        told = f"{sums['as_codes']} of {sums['weights']} sharded weights are gathered as FP8 codes: a rank sends {sent}"
         return [
-            f"attention {names[0]} and {len(names) - 1} more {what}" if names[1:] else f"attention {names[0]} {what}"
-            for what, names in lines.items()
+            f"{told} to gather all, {plain} in high precision",
+            *(
+                f"{len(names)} gathered in high precision ({named(names)}): {why}"
+                for why, names in sorted(whys.items())
+            ),
         ]
 
     def __str__(self) -> str:

@@ -56,6 +56,8 @@ class Slots(dict[tuple[int, bool, bool], Slot]):
 class GraphSlots:
     """The slots of one layer as a graph's operators take them, by (place among its columns, record, count)."""
 
+    host: tuple | None = None
+
     def __init__(self, columns: tuple[Column, ...]):
         self.columns = columns
 

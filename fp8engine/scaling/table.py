@@ -54,6 +54,8 @@ class ScalingState:
     def __init__(self, layers: Iterable[tuple[str, Recipe]], device: torch.device | str = "cpu"):
         self.layers = list(layers)
         self.delayed = sum(recipe.delayed for _, recipe in self.layers)  # how many layers have a predicted scale
+        # Whether every backward casts gradients, so that their counters tell of it.
+        self.casts_gradients = all(recipe.dgrad[0].is_fp8 and recipe.wgrad[0].is_fp8 for _, recipe in self.layers)
         self.forward = RootForward()
         self.groups: dict[int, str] = {}  # by column, the process group over which that operand is divided
         self.divided = ""  # name of the process group over which layers are divided: its ranks decide alike
@@ -95,6 +97,8 @@ class ScalingState:
         self.counts_CS = torch.zeros(len(COUNTERS), len(casts), dtype=torch.int64, device=device)
         # Whether a save decides the next join: ranks.py.
         self.saved_1 = torch.zeros(1, dtype=torch.int64, device=device)
+        # How many gradients were cast when amaxes were entered last, -1 before: ops/scale_update.py.
+        self.entered_1 = torch.full((1,), -1, dtype=torch.int64, device=device)
         # How many steps have begun by a graph of their own: columns.py.
         self.graphs_1 = torch.zeros(1, dtype=torch.int64, device=device)
         self.outputs.begin(device)
@@ -186,7 +190,7 @@ class ScalingState:
         if self.device.type == "meta":
             self._reset(where)
             return
-        for name in ("rules_3S", "history_HS", "live_2S", "counts_CS", "saved_1", "graphs_1"):
+        for name in ("rules_3S", "history_HS", "live_2S", "counts_CS", "saved_1", "entered_1", "graphs_1"):
             setattr(self, name, getattr(self, name).to(where))
         self.outputs.to(where)
         self._make_views()
@@ -204,7 +208,7 @@ class ScalingState:
     def begin_forward(self, root: nn.Module | None = None, *_: object) -> None:
         """The root's forward begins: a step may begin with it, and its layers may share their inputs' operands."""
         if torch.compiler.is_compiling():
-            self.begin_in_graph()
+            self.begin_in_graph(waits=False)
             if _torch.traced_alone("ScalingState.begin_forward"):  # written to, an input that may move: no CUDA graph
                 self.graphs_1.add_(1)
             return
@@ -255,13 +259,14 @@ class ScalingState:
         else:
             self.recomputed |= _without_gradients_at_first()  # the root is run again, and not a part of it
 
-    def begin_in_graph(self) -> None:
+    def begin_in_graph(self, waits: bool = True) -> None:
         """Enter the last step's amaxes, in a graph that torch.compile traces, if it is one for training.
 
+        waits: not unless a backward has come since, as in `enter`; the root's forward does not wait.
         Where no scale is predicted too: a fill would be a declared write, of a copy, which the layers' effects write.
         """
         if torch.is_grad_enabled():
-            scale_update(self.history_HS, self.live_2S, self.rules_3S, self.ranks, self.saved_1)
+            self._predict(waits)
 
     def enter(self) -> None:
         """A layer's forward begins (not compiled): `begin_step`, if a backward pass has ended a step since, if
@@ -269,11 +274,22 @@ class ScalingState:
         """
         if graph_task() != -1:
             self.recomputed |= not self.root_begins and _without_gradients_at_first()
-        elif self.backward_seen or (self.on_step is not None and (not self.begun or self._evaluated())):
+        elif (
+            self.backward_seen
+            or (self.on_step is not None and (not self.begun or (self.decides_next and torch.is_grad_enabled())))
+            or not (self.watched or self._no_graph_came())
+        ):
             self.begin_step()
 
-    def _evaluated(self) -> bool:
-        return self.decides_next and torch.is_grad_enabled()
+    def _no_graph_came(self) -> bool:
+        """Whether no backward of a compiled graph, which tells nobody, has ended a step since one began.
+
+        A card is not waited for.
+        """
+        if self._host is None or not (self.delayed and self.casts_gradients):
+            return True
+        gradients = slice(ROLES.index("grad_output"), len(self.columns), len(ROLES))
+        return self.entered_1.item() in (-1, self._host[1][0, gradients].sum())
 
     def fold(self) -> None:
         """Enter this step's amaxes into the windows and predict the next scales."""
@@ -287,11 +303,14 @@ class ScalingState:
         if self.on_step is not None:
             self.on_step(came)
 
+    def _predict(self, waits: bool) -> None:
+        tables, ranks = (self.history_HS, self.live_2S, self.rules_3S), (self.ranks, self.saved_1)
+        scale_update(*tables, *ranks, self.counts_CS, self.entered_1, len(self.columns), waits and self.casts_gradients)
+
     def _update(self) -> None:
         if self.delayed:
             self.predictions += 1
-            self._enter_kept_weights()
-            scale_update(self.history_HS, self.live_2S, self.rules_3S, self.ranks, self.saved_1)
+            self._predict(False)
             if len(self.outputs):
                 self.outputs.settle(self.counts_CS)
                 self.outputs.after_update(self.history_HS, self.live_2S, self.rules_3S)
@@ -299,22 +318,6 @@ class ScalingState:
             self._host[0][0] = -1.0
         else:
             self.live_2S[0].fill_(-1.0)
-
-    def _enter_kept_weights(self) -> None:
-        """Of a weight whose FP8 copy was read again, nothing was cast: its amax is that of the step before.
-
-        A run that is resumed has no copies, and casts: it enters the same.
-        """
-        if not len(self.history_HS):
-            return
-        operands = len(ROLES) * len(self.layers)
-        columns = slice(ROLES.index("weight"), operands, len(ROLES))
-        ran, amax, before = (
-            self.live_2S[0, : operands : len(ROLES)],
-            self.live_2S[0, columns],
-            self.history_HS[0, columns],
-        )
-        amax.copy_(torch.where((ran >= 0) & (amax < 0) & (before > 0), before, amax))
 
     @NORMAL
     def adopt(self, layer: int, recipe: Recipe) -> None:

@@ -58,10 +58,11 @@ def _writes(node: Any) -> bool:
 
 
 def _named_in_place(name: str) -> bool:
-    """Whether a function or a method of that name writes: add_, iadd, __iadd__."""
-    return (name.endswith("_") and not name.endswith("__")) or name.strip("_") in IN_PLACE
+    """Whether a function or a method of that name writes: add_, iadd, __iadd__; not Python's operator.and_."""
+    return (name.endswith("_") and not name.endswith("__") and name not in WORDS) or name.strip("_") in IN_PLACE
 
 
+WORDS = ("and_", "or_", "not_", "is_")  # of Python, which the module `operator` spells so
 IN_PLACE = (
     *("iadd", "isub", "imul", "imatmul", "itruediv", "ifloordiv", "imod", "ipow"),
     *("iand", "ior", "ixor", "ilshift", "irshift", "setitem", "delitem"),

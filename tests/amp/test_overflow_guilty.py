@@ -92,6 +92,27 @@ class Grow(torch.autograd.Function):
         return grads[0] * Grow.factor.get(ctx.which, 1.0), None
 
 
+class Named(Grow):
+    """Stores what it likes on its ctx, which is the node of the autograd graph: names of the node's own methods."""
+
+    @staticmethod
+    def forward(ctx, x, which):
+        ctx.name, ctx.variable, ctx.register_hook, ctx._sequence_nr = which, x.shape, True, 1
+        return Grow.forward(ctx, x, which)
+
+
+@pytest.mark.parametrize("mode", ["counters", "ops"])
+def test_a_function_may_store_on_its_ctx_what_nodes_call_their_methods(mode: str):
+    model = nn.Sequential(nn.Linear(4, 4), Part(lambda x: Named.apply(x, "here")), nn.Linear(4, 4))
+    Grow.factor = {"here": torch.inf}
+    with find_overflow(model, mode=mode) as watch:
+        for _ in range(2):
+            model(torch.ones(2, 4)).sum().backward()
+            model.zero_grad()
+    watch.first()
+    assert [(one.layer, one.op) for one in watch.findings] == [("1", "NamedBackward")]
+
+
 def test_two_layers_whose_gradients_overflow_one_after_the_other_are_two_findings():
     model = nn.Sequential(
         *[Part(lambda x, n=str(n): Grow.apply(x, n)) if n in (1, 5) else nn.Linear(4, 4) for n in range(7)]
@@ -210,3 +231,18 @@ def test_an_inf_that_backward_masks_is_not_blamed_for_a_later_one(mode: str, par
             model.zero_grad()
     watch.first()
     assert [(one.layer, one.op, one.step) for one in watch.findings] == [("1", "GrowBackward", 0)]
+
+
+def test_the_op_is_told_after_any_number_of_overflows_that_did_no_harm():
+    harmless = [Part(lambda x: x + 1 / (1 + torch.exp(x.half() * 12))) for _ in range(70)]
+    model = nn.Sequential(*harmless, Part(lambda x: torch.exp(x.half() * 12)))
+    with find_overflow(model, mode="ops") as watch:
+        model(torch.ones(2, 2))
+    found = watch.first()
+    assert found is not None
+    assert (found.layer, found.op) == ("70", "exp")
+    model = nn.Sequential(*harmless)
+    with find_overflow(model, mode="ops") as watch:
+        model(torch.ones(2, 2))
+    assert len(watch.report().hidden) == 70
+    assert "hidden: 62 more, which to_dict() has" in str(watch.report())

@@ -1,6 +1,8 @@
-"""find_overflow where models run in unusual ways: threads, parts called alone, compiled, nested, without gradients."""
+"""find_overflow where models run in unusual ways: threads, parts called alone, compiled, scripted, nested, copied."""
 
+import copy
 import math
+import pickle
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -13,6 +15,7 @@ from fp8engine.amp.overflow import find_overflow
 from fp8engine.amp.overflow.opwise import creates
 from fp8engine.amp.overflow.reading import Reading
 from fp8engine.amp.overflow.recorder import named_layers
+from fp8engine.errors import ConversionError
 
 EXP = next(case for case in CASES if case.name == "exp")
 HEALTHY = Case("healthy", Net, None, "")
@@ -227,3 +230,38 @@ def test_what_memory_held_before_it_was_written_does_not_matter():
     found = watch.first()
     assert found is not None
     assert (found.layer, found.op) == ("0", "copy_")
+
+
+@pytest.mark.parametrize("way", [copy.deepcopy, lambda given: pickle.loads(pickle.dumps(given))], ids=["copy", "file"])
+def test_a_model_and_a_scaler_may_be_copied_and_saved_while_they_are_watched(way):
+    """What copies them, for an average of the weights say, has a model that is not watched and a scaler of its own."""
+    model, scaler = nn.Sequential(nn.Linear(4, 4), nn.ReLU()), torch.amp.GradScaler("cpu", init_scale=8.0)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with find_overflow(model, scaler) as watch:
+        for _ in range(2):
+            scaler.scale(model(torch.ones(2, 4)).sum()).backward()
+            twin, twin_scaler = way((model, scaler))
+            scaler.step(optimizer)
+            scaler.update()
+        twin(torch.full((2, 4), torch.nan))
+        twin_scaler.scale(torch.ones(()))
+        twin_scaler.update(1.0)
+    assert watch.report().passes == 2
+    assert watch.first() is None
+    assert (scaler.get_scale(), twin_scaler.get_scale()) == (8.0, 1.0)
+    assert watch.scales == [(0, 8.0)]
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
+@pytest.mark.parametrize("mode", ["counters", "ops"])
+def test_a_scripted_part_counts_as_part_of_the_forward_around_it(mode: str):
+    model: Any = nn.Sequential(torch.jit.script(nn.Linear(4, 4)), nn.ReLU())
+    nn.init.ones_(model[0].weight)
+    with find_overflow(model, mode=mode) as watch:
+        for _ in range(2):
+            model(torch.full((2, 4), 3e38))
+    found = watch.first()
+    assert found is not None
+    assert (found.layer, found.operand, found.op) == ("", "output", "addmm")
+    with pytest.raises(ConversionError, match=r"give the model as it was before torch\.jit"):
+        find_overflow(model[0])

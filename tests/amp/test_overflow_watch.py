@@ -294,6 +294,18 @@ def test_pin_names_and_pins_the_guilty_and_then_the_nearest_to_the_end(caplog):
     for pin in watch.pinned.values():
         pin.remove()
     assert type(net.blocks[1].part) is Part
+    assert watch.report().pinned == []
+
+
+def test_a_report_stays_as_it_was_when_it_was_made():
+    model, _ = make(EXP, "nothing")
+    with find_overflow(model) as watch:
+        step(model, EXP)
+        before = watch.report()
+        text, plain = str(before), before.to_dict()
+        step(model, EXP)
+    assert watch.report().to_dict() != plain
+    assert (str(before), before.to_dict()) == (text, plain)
 
 
 def test_a_pinned_layer_is_not_found_again():
@@ -322,6 +334,10 @@ def test_bad_input():
         find_overflow(nn.Linear(2, 2), mode="counter")
     with pytest.raises(ConversionError, match=r"the nn\.Module that is called, not function"):
         find_overflow(test_bad_input)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(
+        ConversionError, match=r"parameters without shapes yet \(a lazy module\): run one forward first"
+    ):
+        find_overflow(nn.Sequential(nn.LazyLinear(2)))
     watch = find_overflow(nn.Identity())
     with watch, pytest.raises(ConversionError, match="running already"):
         watch.__enter__()

@@ -3,6 +3,7 @@
 import copy
 import inspect
 import io
+import pickle
 from typing import Any
 
 import pytest
@@ -10,9 +11,10 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+import fp8engine as fe
 from fp8engine.amp.decorate import decorate
 from fp8engine.amp.overflow import find_overflow
-from fp8engine.amp.pin import pin_fp32
+from fp8engine.amp.pin import is_pinned, pin_fp32
 from fp8engine.errors import ConversionError, UnknownName
 
 
@@ -212,6 +214,58 @@ def test_copies_and_files_stay_pinned():
         pin_fp32(other.rnn).remove()
         assert type(other.rnn) is nn.GRU
     assert type(model.rnn) is not nn.GRU
+
+
+@pytest.mark.parametrize("way", [copy.deepcopy, lambda module: pickle.loads(pickle.dumps(module))])
+@pytest.mark.parametrize("around", ["pin", "decoration"])
+def test_copies_of_a_module_that_is_pinned_and_decorated(around: str, way):
+    model: Any = nn.Linear(4, 4)
+    if around == "pin":
+        decorate(model)
+        pin_fp32(model)
+    else:
+        pin_fp32(model)
+        decorate(model)
+    twin, x = way(model), torch.full((2, 4), 1e5)  # beyond FP16
+    assert torch.equal(twin(x), model(x))
+    assert twin(x).isfinite().all()
+    assert type(twin) is type(model)
+
+
+@pytest.mark.filterwarnings("ignore::fp8engine.errors.EmulationWarning")
+def test_a_class_that_convert_makes_stays_when_a_pin_goes():
+    """Below the pin, where pickle must make both, or around it."""
+    model: Any = fe.convert(nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 16)), "current")
+    x = torch.ones(16, 16)
+    model(x)
+    before = type(model[0])
+    pin = pin_fp32(model[0], output="input")
+    twin = pickle.loads(pickle.dumps(model))
+    assert type(twin[0]) is type(model[0])
+    assert torch.equal(twin(x), model(x))
+    pin.remove()
+    assert type(model[0]) is before
+    other: Any = nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 16))
+    pin = pin_fp32(other[0])
+    fe.convert(other, "current")
+    other(x)
+    around = type(other[0])
+    pin.remove()
+    assert type(other[0]) is around
+    assert not is_pinned(other[0])
+    assert other(x).isfinite().all()
+
+
+def test_a_decoration_around_a_pin_outlives_it():
+    model: Any = nn.Linear(4, 4)
+    pin = pin_fp32(model)
+    decorate(model)
+    x = torch.full((2, 4), 1e5)
+    assert model(x).isfinite().all()
+    pin.remove()
+    assert not model(x).isfinite().all(), "FP16 again"
+    pin_fp32(model)
+    assert model(x).isfinite().all()
 
 
 def test_bad_input():

@@ -44,9 +44,6 @@ class OnDevice(GradScaler):
 
     lag = 2
 
-    def _at_hand(self, tensor: torch.Tensor) -> bool:
-        return False
-
     def _maybe_opt_step(self, optimizer, optimizer_state, *args, **kwargs):
         result = super()._maybe_opt_step(optimizer, optimizer_state, *args, **kwargs)
         self._skips.pop(id(optimizer))

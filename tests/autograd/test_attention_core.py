@@ -7,7 +7,7 @@ import torch
 from transformers.models.llama import modeling_llama as llama
 
 from fp8engine.autograd.attention import Cache, Scores, attention, rotate
-from fp8engine.errors import ShapeError
+from fp8engine.errors import ShapeError, UnsupportedDtype
 
 # FP32 sums of up to 16 products and a softmax of up to 16 terms, each within (terms) 2^-24 of magnitudes around 1.
 CLOSE = {"rtol": 0, "atol": 64 * 2.0**-24}
@@ -97,6 +97,9 @@ def test_what_does_not_fit_is_refused():
     q, k, v = triple()
     for mask in (torch.ones(2, 6, dtype=torch.bool), torch.ones(7, dtype=torch.bool), torch.ones(5, 7, 1)):
         with pytest.raises(ShapeError, match=r"mask is .*; want \[batch, 7\]"):
+            attention(q, k, v, mask)
+    for mask in (torch.ones(2, 7, dtype=torch.int64), torch.ones(2, 7, dtype=torch.uint8)):  # a tokenizer's
+        with pytest.raises(UnsupportedDtype, match=r"want bool, True where a key may be seen \(mask\.bool\(\)"):
             attention(q, k, v, mask)
     with pytest.raises(ShapeError, match="heads of 7"):
         rotate(torch.randn(1, 1, 2, 7), torch.arange(2), 1e4)

@@ -1,6 +1,9 @@
 """Keys and values in E4M3: what is stored is a function of the tokens alone; casts against float64; refusals."""
 
 import copy
+import io
+import pickle
+from typing import Any
 
 import pytest
 import torch
@@ -148,6 +151,13 @@ def test_a_gradient_that_would_be_lost_is_refused():
         layer(x, cache=cache)
     with torch.no_grad():
         layer(x, cache=cache)
+    cache, k = Fp8Cache(block=2), torch.randn(2, 4, 6, 8)
+    v = k.clone().requires_grad_()
+    cache.append(k, v)
+    with pytest.raises(GradientError):  # before the keys, which have no gradient, are kept
+        cache.append(k, v)
+    with torch.no_grad():
+        assert [part.shape[2] for part in cache.append(k, v)] == [12, 12]
 
 
 @pytest.mark.parametrize("heads", [fe.Heads(4, of_keys=2, theta=1e4, causal=True), fe.Heads(4, causal=True, window=6)])
@@ -169,3 +179,18 @@ def test_cross_attention_keeps_its_context_in_e4m3():
         assert torch.equal(first, layer(x, context=context))
     assert 25 < sqnr(first, later) < 60
     assert cache.nbytes == 2 * (2 * 16 * 32 + 2 * 4 * 2 * 4)
+
+
+def test_a_cache_goes_through_pickle_and_torch_save():
+    cache: Any = Fp8Cache(block=4)
+    k = torch.randn(2, 3, 10, 5)
+    cache.append(k, k.neg())
+    cache.keep_context(torch.randn(2, 9, 15), torch.randn(2, 9, 15), 5)
+    saved = io.BytesIO()
+    torch.save(cache, saved)
+    saved.seek(0)
+    for again in (pickle.loads(pickle.dumps(cache)), torch.load(saved, weights_only=False), copy.deepcopy(cache)):
+        for one, other in zip(again._kept + again._context, cache._kept + cache._context, strict=True):
+            assert same(one, other)
+        again.append(k, k)
+        assert (len(again), len(cache)) == (20, 10)

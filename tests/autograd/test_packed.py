@@ -133,7 +133,14 @@ def test_what_does_not_fit_is_refused():
     for ends in ([0, 3, 7], [1, 3, 8], [0, 9, 8], [0, 3, 9]):
         with pytest.raises(ShapeError, match=r"cu_seqlens is .*; want numbers that rise from 0 to 8"):
             layer(x, Packed(torch.tensor(ends, dtype=torch.int32), 5))
+    ends = torch.tensor([0, 3, 8], dtype=torch.int32)  # a card would leave out what lies beyond the longest
+    with pytest.raises(ShapeError, match=r"cu_seqlens is .*, whose longest sequence has 5 tokens, not 4"):
+        layer(x, Packed(ends, 4))
     q = torch.randn(1, 2, 8, 4)
+    with pytest.raises(ShapeError, match=r"of_keys is .*, whose longest sequence has 5 tokens, not 4"):
+        packed_attention(q, q, q, Packed(ends, 5, ends, 4), Scores())
+    with pytest.raises(ShapeError, match="want longest_key beside them"):
+        packed_attention(q, q, q, Packed(ends, 5, ends), Scores())
     for wrong in (torch.tensor([[0, 8]]), torch.tensor([0.0, 8.0]), torch.tensor([0])):
         with pytest.raises(ShapeError, match="want int32"):
             packed_attention(q, q, q, Packed(wrong, 8), Scores())

@@ -1,6 +1,7 @@
 """What the benchmarks of casts and of a Linear compute and refuse; on a clock of their own, never timed."""
 
 import json
+from typing import Any
 
 import pytest
 import torch
@@ -32,14 +33,14 @@ def test_bytes_that_have_to_move():
 
 
 def test_rates_follow_from_bytes_and_seconds():
-    result = casts.casts([(64, 256)], CPU, Ticks(len(casts.WAYS)), COPY, turns=4)
+    result = casts.casts([(64, 256)], CPU, Timer(Ticks(len(casts.WAYS)), 4), COPY)
     assert [row["correct"] for row in result["rows"]] == [True] * len(casts.WAYS)
     for place, (row, way) in enumerate(zip(result["rows"], casts.WAYS.values(), strict=True)):
         moved = way.bytes(torch.zeros(64, 256, dtype=torch.bfloat16))
         assert row["seconds"] == 1.0 + place
         assert row["of_copy"] == pytest.approx(moved / row["seconds"] / 1e9)
         assert row["target"] is None  # a card's
-    assert "of copy" in casts.line(result["rows"][0])
+    assert "of copy" in harness.line(result["rows"][0])
 
 
 def test_a_cast_that_is_off_by_a_code_has_no_rate(monkeypatch: pytest.MonkeyPatch):
@@ -56,7 +57,7 @@ def test_a_cast_that_is_off_by_a_code_has_no_rate(monkeypatch: pytest.MonkeyPatc
     assert rows["row"]["correct"] is False
     assert "seconds" not in rows["row"]
     assert "of_copy" not in rows["row"]
-    assert "WRONG" in casts.line(rows["row"])
+    assert "WRONG" in harness.line(rows["row"])
     assert rows["tensor"]["correct"] is True
 
 
@@ -74,8 +75,8 @@ def test_shapes_that_are_none(text: str):
 
 
 def test_a_linears_ratio_is_to_bf16_in_the_same_run():
-    ways = linear.variants(CPU, compiled=False)
-    result = linear.linear([Shape(48, 64, 80)], CPU, ways, Ticks(len(ways)), turns=4)
+    ways = linear.variants(CPU, in_graphs=False)
+    result = linear.linear([Shape(48, 64, 80)], CPU, ways, Timer(Ticks(len(ways)), 4))
     rows = {row["name"]: row for row in result["rows"]}
     assert list(rows) == [linear.BASE, *(f"fp8engine {recipe}" for recipe in linear.RECIPES)]
     assert all(row["correct"] for row in rows.values()), rows
@@ -93,21 +94,27 @@ class Wrong(nn.Linear):
         return super().forward(input) / 2
 
 
+def halved(plain: Any) -> nn.Module:
+    made = Wrong(plain.in_features, plain.out_features, dtype=torch.bfloat16)
+    made.load_state_dict(plain.state_dict())
+    return made
+
+
 def test_a_linear_with_wrong_gradients_has_no_time_and_one_that_cannot_run_says_why():
     def fails(plain):
         raise RuntimeError("no kernel [here]")
 
     ways = {
         linear.BASE: linear.Variant(linear.bf16),
-        "wrong": linear.Variant(lambda plain: Wrong(plain.in_features, plain.out_features, dtype=torch.bfloat16)),
+        "wrong": linear.Variant(halved),
         "fails": linear.Variant(fails),
     }
     _, wrong, failed = linear.compare(Shape(16, 24, 32), CPU, ways, Timer(Ticks(1), 3))
     assert (wrong["correct"], failed["correct"]) == (False, None)
     assert not {"seconds", "over_bf16"} & {*wrong, *failed}
     assert wrong["sqnr"][0] == pytest.approx(6.0, abs=0.1)  # half is missing: 10 log10(4)
-    assert "WRONG" in linear.line(wrong)
-    assert "RuntimeError: no kernel [here]" in linear.line(failed)
+    assert "WRONG" in harness.line(wrong)
+    assert "RuntimeError: no kernel [here]" in harness.line(failed)
 
 
 def test_the_command_of_a_linear(monkeypatch: pytest.MonkeyPatch, tmp_path):

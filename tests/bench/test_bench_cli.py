@@ -44,25 +44,25 @@ def test_json_holds_everything_and_nothing_else_is_printed(tmp_path: Path):
     assert printed["summary"]["triton fp8 tensor fast"]["note"] == "not measured"
 
 
-def test_a_person_gets_a_table():
+def test_a_person_gets_a_line_for_each_matmul():
     result = call("gemm", "--shapes", "64,64,64")
     assert result.exit_code == 0, result.output
-    for part in ("M, N, K = 64, 64, 64", "reference fp8 block (emulated)", "TFLOP/s", "fast: not measured", "10 GB/s"):
+    for part in ("64x64x64", "reference fp8 block (emulated)", "TFLOP/s", "fast: not measured", "10 GB/s"):
         assert part in result.stdout, part
 
 
-def test_a_table_shows_no_number_for_what_is_wrong(capsys: pytest.CaptureFixture[str]):
+def test_a_line_shows_no_number_for_what_is_wrong(capsys: pytest.CaptureFixture[str]):
     rows = [
         {"name": "bad", "shape": [1, 1, 1], "emulated": False, "correct": False, "error": 0.5, "why": "wrong"},
-        {"name": "nan", "shape": [1, 1, 1], "emulated": False, "correct": False, "error": None, "why": "wrong"},
+        {"name": "nan", "shape": [1, 1, 1], "emulated": False, "correct": False, "error": None, "why": "not finite"},
         {"name": "not", "shape": [1, 1, 1], "emulated": False, "correct": None, "why": "LookupError: no [sm_89]"},
     ]
     about = {"card": None, "cpu": "a CPU", "torch": "2"}
     limits = {"matmul_16_bits_tflops": 1.0, "copy_gb_per_s": 1.0}
-    summary = gemm.summary(rows) | {"triton 16 bits": {"geometric_mean": 1.25, "minimum": math.pi}}
+    summary = {"other": gemm.mean(rows, "bad"), "triton 16 bits": {"geometric_mean": 1.25, "minimum": math.pi}}
     bench.tell({"machine": about, "what": "", "limits": limits, "rows": rows, "summary": summary})
     text = capsys.readouterr().out
-    for part in ("5.0e-01", "not finite", "no [sm_89]", "geometric mean 1.250, least 3.142"):
+    for part in ("5.0e-01", "not finite", "wrong at 1 of 1 shapes", "no [sm_89]", "geometric mean 1.250, least 3.142"):
         assert part in text, part
 
 
@@ -71,9 +71,11 @@ def test_a_table_shows_no_number_for_what_is_wrong(capsys: pytest.CaptureFixture
     [
         (("gemm", "--shapes", "64,64"), "'64,64' is not M,N,K"),
         (("gemm", "--shapes", "squares"), "did you mean 'square'"),
-        (("gemm", "--shapes", "8,8,8", "--device", "cuda"), "0 CUDA devices"),
-        (("gemm", "--shapes", "8,8,8", "--device", "gpu"), "no device 'gpu'"),
-        (("gemm", "--shapes", "8,8,8", "--device", "meta"), "no matmul benchmark on meta"),
+        (("gemm", "--shapes", "8,8,8", "--device", "cuda:77"), "device 'cuda:77' cannot be used"),
+        (("gemm", "--shapes", "8,8,8", "--device", "gpu"), "device 'gpu' cannot be used"),
+        (("gemm", "--shapes", "8,8,8", "--device", "meta"), "no benchmark on meta; use 'cuda' or 'cpu'"),
+        (("linear", "--device", "meta"), "no benchmark on meta"),
+        (("model", "--device", "meta"), "no benchmark on meta"),
         (("gemm", "--shapes", "8,8,8", "--out", "/no/such/folder/x.json"), "cannot write"),
         (("amp", "--quick", "--device", "cpu"), "run python -m benchmarks.amp in a checkout"),
         (("block", "--json"), "run python -m benchmarks.block in a checkout"),
@@ -99,8 +101,8 @@ warnings.simplefilter("ignore")
 sys.path.insert(0, {root!r})
 from fp8engine.bench import cases, gemm, harness, linear, predict, steps, timing
 import torch
-ticks = timing.WallClock()
-result = gemm.gemm([cases.Shape(16, 16, 16)], torch.device("cpu"), None, ticks, harness.Limits(1.0, 1.0), 2)
+ticks = harness.Timer(timing.WallClock(), 2)
+result = gemm.gemm([cases.Shape(16, 16, 16)], torch.device("cpu"), None, ticks, harness.Limits(1.0, 1.0))
 from fp8engine.ops import device
 without = [] if device.cpu_scales_rows() else ["torch fp8 row"]  # torch 2.11's CPU
 print([row["name"] for row in result["rows"] if not row["correct"]] == without, len(result["rows"]))

@@ -15,7 +15,20 @@ CASES = {case.name: case for case in launches.cases()}
 CONFIG = table()["matmul_fp8"]["sm_90"]["small"]
 NAME = f"matmul_fp8 tensor sm_90 {CONFIG} plain"
 # What a launch's key has to depend on: kernels/matmul.py imports epilogue.py, which imports rounding.py.
-SOURCES = ("matmul", "epilogue", "rounding", "tile", "launch")
+SOURCES = {
+    "matmul": ("tl.dot(a_MK, b_NK.T, acc_MN)", "tl.dot(a_MK, b_NK.T, acc_MN + 0)"),
+    "epilogue": ("SATURATES = Constant(1 + 2.0**-22)", "SATURATES = Constant(1 + 2.0**-23)"),  # a constant
+    "rounding": ("def saturating_cast(", "def saturating_cast(_, "),
+    "tile": ("import triton.language as tl", "import triton.language.core as tl"),
+}
+# What machine code cannot depend on: comments, how a signature is laid out, docstrings, what runs on the host.
+REST = {
+    "matmul": ("def matmul_fp8(\n", "def more():\n    return 0\n\n\ndef matmul_fp8(\n"),
+    "epilogue": ('"""Finish a tile of sums', '"""End a tile of sums'),
+    "rounding": ("import triton\n", "import triton  # the compiler\n"),
+    "tile": ("def place_of(tile, M, N, ", "def place_of(\n    tile, M,\n    N, "),
+    "launch": ("PIECE = 16", "PIECE = 32"),
+}
 
 
 @pytest.fixture
@@ -33,16 +46,21 @@ def spoilt(path: Path, **values) -> dict:
     return content
 
 
-@pytest.mark.parametrize("source", SOURCES)
-def test_a_source_that_a_kernel_imports_at_any_remove_is_in_its_key(source: str, tmp_path: Path):
+@pytest.mark.parametrize(
+    ("source", "compiled"), [*((source, True) for source in SOURCES), *((source, False) for source in REST)]
+)
+def test_what_is_compiled_of_a_source_that_a_kernel_imports_at_any_remove_is_in_its_key(
+    source: str, compiled: bool, tmp_path: Path
+):
     folder = tmp_path / "kernels"
     shutil.copytree(keys.KERNELS, folder)
     before = keys.of(CASES[NAME])
     assert keys.of(CASES[NAME], folder) == before != {}
-    with (folder / f"{source}.py").open("a") as file:
-        file.write("\n# another line\n")
+    path, (old, new) = folder / f"{source}.py", (SOURCES if compiled else REST)[source]
+    assert old in path.read_text()
+    path.write_text(path.read_text().replace(old, new, 1))
     keys._sources.cache_clear()
-    assert keys.of(CASES[NAME], folder) != before
+    assert (keys.of(CASES[NAME], folder) != before) == compiled
 
 
 def test_a_source_that_a_kernel_does_not_import_is_not_in_its_key(tmp_path: Path):

@@ -3,11 +3,11 @@
 import torch
 
 from benchmarks import experts
-from fp8engine.bench.harness import Timer
+from fp8engine.bench.harness import Timer, line
 
 
 def test_every_way_is_right_or_says_why():
-    timer = Timer.of(torch.device("cpu"), None, 1, (1, 1))
+    timer = Timer.of(torch.device("cpu"), 1, 1)
     case = experts.Case(64, 40, 48, 32, 4)
     assert case.sizes() == [40, 8, 8, 8]
     rows = {row["name"]: row for row in experts.compare(case, torch.device("cpu"), timer)}
@@ -17,7 +17,7 @@ def test_every_way_is_right_or_says_why():
             assert "no Triton kernels for cpu" in row["why"]
         else:
             assert row["correct"], name
-            assert "BF16" in experts.line(row)
+            assert "x bf16" in line(row)
 
 
 def test_the_cases_divide_all_their_rows():

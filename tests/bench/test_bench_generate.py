@@ -5,8 +5,9 @@ import torch
 from torch import nn
 
 from benchmarks import generate
+from benchmarks.networks import NETWORKS, Size
 from fp8engine.bench.cases import sqnr
-from fp8engine.bench.networks import NETWORKS, Size
+from fp8engine.bench.harness import Timer, line
 from fp8engine.bench.timing import WallClock
 
 CASE = generate.Case(Size(32, 64, 4, 2, 2, 64), 2, 5, 4)
@@ -15,7 +16,7 @@ CPU = torch.device("cpu")
 
 def model() -> nn.Module:
     torch.manual_seed(0)
-    return NETWORKS["llama"].make(CASE.size).eval()
+    return NETWORKS["llama"](CASE.size).eval()
 
 
 def test_read_piece_by_piece_is_read_at_once():
@@ -35,13 +36,13 @@ def test_each_token_is_the_most_likely_after_those_before():
 
 
 def test_every_variant_is_right_and_timed():
-    rows = generate.generate([CASE], CPU, turns=2)["rows"]
+    rows = generate.generate([CASE], CPU, timer=Timer(WallClock(), 2))["rows"]
     assert [row["correct"] for row in rows] == [True] * 6
     assert [row["name"] for row in rows] == list(generate.variants())
     by_name = {row["name"]: row for row in rows}
     assert by_name["served current"]["weights"] < 0.75 * by_name["bf16"]["weights"]  # all but the head in a byte
     assert all(row["tokens_per_s"] == pytest.approx(2 * 4 / row["seconds"]) for row in rows)
-    assert "x bf16" in generate.line(rows[1])
+    assert "x bf16" in line(rows[1])
 
 
 def test_a_wrong_variant_has_no_time():
@@ -54,10 +55,10 @@ def test_a_wrong_variant_has_no_time():
         raise RuntimeError("no such kernel")
 
     rows = generate.generate(
-        [CASE], CPU, {"bf16": lambda net: net, "broken": broken, "refused": refused}, WallClock(), 1
+        [CASE], CPU, {"bf16": lambda net: net, "broken": broken, "refused": refused}, Timer(WallClock(), 1)
     )
     right, wrong, never = rows["rows"]
     assert "seconds" in right
     assert "seconds" not in wrong
-    assert "WRONG" in generate.line(wrong)
-    assert "cannot run: RuntimeError: no such kernel" in generate.line(never)
+    assert "WRONG" in line(wrong)
+    assert "cannot run: RuntimeError: no such kernel" in line(never)

@@ -5,11 +5,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from benchmarks import peers
+from benchmarks import graphs, peers
 from benchmarks.peers import Graph
-from fp8engine.bench import linear, steps
+from fp8engine.bench import linear
 from fp8engine.bench.cases import Shape
-from fp8engine.bench.harness import Limits, Timer
+from fp8engine.bench.harness import Limits, Timer, line
 from fp8engine.bench.timing import WallClock
 
 CPU = torch.device("cpu")
@@ -59,8 +59,8 @@ def test_without_a_card_there_is_no_graph(recipe: str | None):
     assert eager["host_us"] > 0
     assert graph["correct"] is None
     assert "seconds" not in graph
-    assert "host" in peers.graph_line(eager)
-    assert "CUDA graph  8x16x32          cannot run: " in peers.graph_line(graph)
+    assert "host" in line(eager)
+    assert "8x16x32 cannot run: " in " ".join(line(graph).split())
 
 
 @pytest.mark.parametrize("wrong", [False, True])
@@ -69,7 +69,7 @@ def test_a_graph_is_timed_where_it_computes_what_eager_code_does(monkeypatch: py
         written = [part.clone() * (-1 if wrong else 1) for part in step(0)]
         return SimpleNamespace(replay=lambda: None), tuple(written)
 
-    monkeypatch.setattr(steps, "captured", capture)
+    monkeypatch.setattr(graphs, "captured", capture)
     _, graph = peers.graphs(Graph(Shape(8, 16, 32), "current"), CPU, TIMER)
     assert graph["correct"] is not wrong
     assert ("over_eager" in graph) is not wrong

@@ -1,5 +1,6 @@
 """Blocks and models measured: what is checked, what is saved, and that a wrong variant gets no time."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -7,20 +8,22 @@ import torch
 from torch import nn
 from transformers.models.llama import modeling_llama as llama
 
-from fp8engine.bench import linear, networks, steps
+from benchmarks import graphs, networks
+from fp8engine.bench import linear, models, steps
+from fp8engine.bench.harness import Timer, line
 from fp8engine.bench.timing import WallClock
 
 CPU = torch.device("cpu")
 SMALL = networks.Size(32, 64, 4, 2, 1, 48)
 
 
-def measured(ways: dict, name: str = "block") -> dict[str, dict]:
-    found = steps.steps([(name, SMALL, 16, 8)], CPU, ways, WallClock(), turns=2)
+def measured(ways: dict, case: steps.Case | None = None) -> dict[str, dict]:
+    found = steps.steps([case or networks.case("block", SMALL, 16, 8)], CPU, ways, Timer(WallClock(), 2))
     return {row["name"]: row for row in found["rows"]}
 
 
 def test_every_variant_of_a_block_is_right_and_has_its_ratio():
-    rows = measured(steps.variants(CPU, compiled=False))
+    rows = measured(networks.variants(CPU, in_graphs=False))
     layers = [f"layer current{label}" for label in ("", ", recompute", ", FP8 inputs")]
     assert set(rows) == {"bf16", "fp16 autocast", *(f"fp8engine {recipe}" for recipe in steps.RECIPES), *layers}
     assert all(row["correct"] for row in rows.values())
@@ -37,31 +40,53 @@ def test_every_variant_of_a_block_is_right_and_has_its_ratio():
 @pytest.mark.parametrize("name", ["llama", "bert", "vit"])
 def test_models_run(name: str):
     names = ("bf16", "fp8engine current", "layer current")
-    rows = measured({key: way for key, way in steps.variants(CPU, False).items() if key in names}, name)
+    ways = {key: way for key, way in networks.variants(CPU, False).items() if key in names}
+    rows = measured(ways, networks.case(name, SMALL, 16, 8))
     assert all(row["correct"] for row in rows.values()), rows
+    assert rows["fp8engine current"]["sqnr"][0] < rows["bf16"]["sqnr"][0], "FP8 was really used"
+
+
+@pytest.mark.parametrize("case", models.cases(CPU), ids=str)
+def test_the_models_of_transformers_run(case: steps.Case):
+    """Those of `fp8engine bench model`; their layers are what torch.compile takes one by one."""
+    ways = {"bf16": steps.Variant(steps.bf16), "fp8engine current": steps.Variant(steps.converted("current"))}
+    rows = measured(ways, case)
+    assert all(row["correct"] for row in rows.values()), rows
+    made: Any = case.make()
+    assert len(made.blocks) == models.SIZES["cpu"][4]
+    assert rows["bf16"]["tokens"] == 128
     assert rows["fp8engine current"]["sqnr"][0] < rows["bf16"]["sqnr"][0], "FP8 was really used"
 
 
 def test_compiled_variants_are_the_eager_ones_and_torchaos_where_it_is_installed(monkeypatch: pytest.MonkeyPatch):
     ours = [f"fp8engine {recipe}, compiled" for recipe in steps.RECIPES]
-    of_steps, of_linear = steps.variants(CPU, True), linear.variants(CPU, True)
-    assert [name for name, way in of_steps.items() if way.graph] == [
-        "layer current, compiled",
+    of_steps, of_linear = networks.variants(CPU, True), linear.variants(CPU, True)
+    assert [name for name, way in of_steps.items() if way.run is steps.compiled] == [
         steps.COMPILED,
         *ours,
+        "layer current, compiled",
     ]
-    assert [name for name, way in of_linear.items() if way.graph] == ["bf16 nn.Linear, compiled", *ours]
+    assert [name for name, way in of_linear.items() if way.run is steps.compiled] == ["bf16 nn.Linear, compiled", *ours]
     assert of_steps[steps.COMPILED].make is of_steps[steps.BASE].make
     assert of_linear[ours[0]].make is of_linear["fp8engine current"].make
     monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
     assert list(steps.as_graphs({}, torch.device("cuda"))) == ["torchao tensorwise, compiled"]
 
 
+def test_a_replayed_step_is_checked_like_any_other_and_saves_nothing_anew(monkeypatch: pytest.MonkeyPatch):
+    """A fake graph: what was written when it was captured stays."""
+    monkeypatch.setattr(graphs, "captured", lambda step, where: (SimpleNamespace(replay=lambda: None), step(0)))
+    rows = measured({"bf16": steps.Variant(steps.bf16), "replayed": steps.Variant(steps.bf16, graphs.whole)})
+    assert rows["replayed"]["correct"] is True
+    assert rows["replayed"]["sqnr"] == rows["bf16"]["sqnr"]
+    assert rows["bf16"]["activations"] > 0
+    assert "activations" not in rows["replayed"]
+    assert "saved" not in line(rows["replayed"])
+
+
 def test_a_step_begins_without_the_gradients_of_the_one_before():
     layer, x = nn.Linear(4, 2), torch.ones(3, 4, requires_grad=True)
-    _, step = steps.training(
-        steps.Variant(steps.bf16), layer, [(x, torch.ones(3, 2)), (2 * torch.ones(3, 4), torch.ones(3, 2))]
-    )
+    _, step = steps.eager(layer, [(x, torch.ones(3, 2)), (2 * torch.ones(3, 4), torch.ones(3, 2))])
     assert torch.equal(step(0), layer(x))
     step(1)
     assert layer.weight.grad is not None
@@ -95,7 +120,7 @@ def test_a_wrong_variant_has_no_time(fault):
     assert rows["bf16"]["correct"] is True
     assert rows["broken"]["correct"] is False
     assert "seconds" not in rows["broken"]
-    assert "WRONG" in steps.line(rows["broken"])
+    assert "WRONG" in line(rows["broken"])
 
 
 def test_what_cannot_run_says_why():
@@ -104,7 +129,7 @@ def test_what_cannot_run_says_why():
 
     rows = measured({"bf16": steps.Variant(steps.bf16), "other": steps.Variant(refuse)})
     assert rows["other"]["why"] == "RuntimeError: no such card"
-    assert "cannot run" in steps.line(rows["other"])
+    assert "cannot run" in line(rows["other"])
 
 
 def test_bytes_saved_are_counted_once_and_without_parameters():

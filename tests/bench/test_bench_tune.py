@@ -138,16 +138,17 @@ def test_a_trial_times_only_what_is_right():
 
 
 def test_the_grid_holds_what_can_be_faster_and_nothing_that_must_spill():
-    tiles, pipeline, order, means = (step(BASE) for step in tune.steps("matmul_fp8", "large", tma=True, gluon=True))
+    tiles, pipeline, order, means = (
+        step(BASE) for step in tune.steps("matmul_fp8_promoted", "large", tma=True, gluon=True)
+    )
     assert {(c.block_m, c.block_n, c.warps) for c in tiles} >= {(128, 256, 8), (64, 128, 4), (128, 128, 4)}
     assert (128, 256, 4) not in {(c.block_m, c.block_n, c.warps) for c in tiles}
     assert {c.block_k for c in tiles} == {64, 128}
     assert all(c.parts == (2 if c.block_n == 256 else 1) for c in tiles)
     assert {(c.stages, c.parts) for c in pipeline} == {(s, p) for s in (3, 4, 5) for p in (1, 2, 4)}
     assert {(c.group_m, c.flatten) for c in order} == {(rows, flat) for rows in (4, 8, 16) for flat in (False, True)}
-    assert [(c.descriptors, c.kernel) for c in means] == [(True, "triton"), (False, "triton"), *[(True, "gluon")] * 4]
-    tile = BASE._replace(parts=2, kernel="gluon")
-    assert means[2:] == [tile._replace(block_n=n, stages=stages) for n in (128, 256) for stages in (4, 5)]
+    assert [(c.descriptors, c.kernel) for c in means] == [(True, "triton"), (False, "triton"), *[(True, "gluon")] * 2]
+    assert means[2:] == [BASE._replace(parts=2, kernel="gluon", stages=stages) for stages in (4, 5)]
     assert len(tiles) + len(pipeline) + len(order) + len(means) < 50  # each is compiled
 
 
@@ -264,12 +265,12 @@ def test_from_card_to_table(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(tune.device, "processors", lambda where: 132)
     monkeypatch.setattr(tune.triton_backend, "require", lambda: None)
     told = []
-    new, tried = tune.tune(["matmul_fp8"], parse("tune"), torch.device("cuda"), told.append)
-    rows = tuning.parse(new)["matmul_fp8"]["sm_90"]
+    new, tried = tune.tune(["matmul_fp8_promoted"], parse("tune"), torch.device("cuda"), told.append)
+    rows = tuning.parse(new)["matmul_fp8_promoted"]["sm_90"]
     assert {(row.group_m, row.descriptors, row.ratio) for row in rows.values()} == {(16, False, 1.2)}
     before = committed()["source"]
     changed = {name for name, about in new["source"].items() if about != before.get(name)}
-    assert changed == {f"matmul_fp8 sm_90 {name}" for name in CLASSES}
+    assert changed == {f"matmul_fp8_promoted sm_90 {name}" for name in CLASSES}
     assert len(told) == len(CLASSES)
     assert all("measured ratio 1.2, predicted " in line for line in told)
     assert all(one["predicted_us"] > 0 for one in tried)

@@ -51,7 +51,7 @@ TRAINING = CASTS | {"_scale_update_kernel"}
 # What one run of the script has: groups whose work takes about the same time together.
 OTHERS = (
     {
-        "gluon": Others(FIRST, {"_matmul_gluon_kernel", "_matmul_gluon_scaled_kernel"}, 11),
+        "gluon": Others(FIRST, {"_matmul_gluon_kernel"}, 8),
         "few": Others(FIRST, {"_matmul_kernel"}, 12),
     },
     {

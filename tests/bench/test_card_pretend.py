@@ -49,6 +49,18 @@ import benchmarks.gpu
 print("numpy" in sys.modules)
 """
 
+SERVED = """
+from benchmarks import generate, networks
+from benchmarks.card import pretend
+from fp8engine.bench.harness import Timer
+from fp8engine.bench.timing import WallClock
+with pretend.pretending(pretend.NONE) as where:
+    ways = {name: way for name, way in generate.variants().items() if name.startswith("served")}
+    case = generate.Case(networks.Size(256, 512, 4, 2, 2, 64), 1, 16, 2)
+    for row in generate.compare(case, where, ways, Timer(WallClock(), 1)):
+        print(row["name"], row.get("why"))
+"""
+
 
 def bare(code: str, **names: object) -> subprocess.CompletedProcess[str]:
     """A process of its own in which nothing can be imported but the standard library, torch and Triton."""
@@ -62,6 +74,14 @@ def bare(code: str, **names: object) -> subprocess.CompletedProcess[str]:
 
 def test_the_blocking_blocks():
     bare("try: import numpy\nexcept ModuleNotFoundError: pass\nelse: raise SystemExit('numpy was imported')")
+
+
+def test_layers_of_served_weights_are_followed_without_a_card():
+    """The pretended choice of a matmul once refused an argument, and their kernels were not compiled ahead."""
+    told = bare(SERVED).stdout
+    assert "served current" in told
+    assert "served blockwise" in told
+    assert "Error" not in told
 
 
 @pytest.mark.nightly

@@ -356,6 +356,18 @@ def test_inspect_counts_the_experts_that_a_token_passes(tmp_path: Path, kind: st
     assert {layer["name"]: layer["flops_share"] for layer in told["layers"]} == pytest.approx(shares)
 
 
+def test_inspect_counts_one_of_moshis_layers_which_codebooks_share_out(script):
+    """fe.inspect counts as much; all four were counted once."""
+    (script / "moshi.py").write_text(
+        "from torch import nn\nfrom transformers.models.moshi.modeling_moshi import MoshiFlexibleLinear\n"
+        "model = nn.ModuleDict({'plain': nn.Linear(16, 32), 'codebooks': MoshiFlexibleLinear(16, 32, num_layers=4)})\n"
+    )
+    told = json.loads(call("inspect", "moshi:model", "--json").stdout)
+    assert [layer["experts"] for layer in told["layers"]] == [None, [1, 4]]
+    assert [layer["flops_share"] for layer in told["layers"]] == [0.5, 0.5]
+    assert told["layers"][1]["reason"].endswith("; 1 of 4 a token")
+
+
 def test_inspect_sends_a_row_of_a_grouped_linear_to_one_expert(script):
     (script / "grouped.py").write_text(
         "from torch import nn\nimport fp8engine as fe\n"

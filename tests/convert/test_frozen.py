@@ -236,6 +236,32 @@ def test_save_pretrained_writes_what_load_reads(tmp_path):
         fe.hf.export(reverted, tmp_path / f"again{id(reverted)}", "rowwise")
 
 
+def test_a_base_that_was_frozen_under_adapters_is_saved_without_them(tmp_path):
+    model = with_lora(tiny.llama().requires_grad_(False))
+    fe.convert(model, "rowwise", frozen="fp8", overrides={"*.down_proj.base_layer": "blockwise"})
+    base: Any = model.unload().eval()
+    base.save_pretrained(tmp_path / "codes")
+    ids = tiny.tokens(2)
+    with torch.no_grad():
+        assert torch.equal(fe.hf.load(tmp_path / "codes")(ids).logits, base(ids).logits)
+    assert not hasattr(fe.revert(model).config, "quantization_config")
+
+
+def test_dequantize_rounds_nothing_but_the_codes(tmp_path):
+    made: Any = tiny.llama()
+    made.save_pretrained(tmp_path / "plain")
+    base: Any = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "plain", dtype=torch.bfloat16)
+    fe.hf.export(base, tmp_path / "codes", "rowwise")
+    plain: Any = fe.revert(fe.hf.load(tmp_path / "codes"))
+    theirs = fe.hf.load(tmp_path / "codes").dequantize()
+    assert theirs.model.rotary_emb.inv_freq.dtype == torch.float32
+    ids = tiny.tokens(2)
+    with torch.no_grad():
+        assert torch.equal(theirs(ids).logits, plain(ids).logits)
+    wide = fe.hf.load(tmp_path / "codes").dequantize(torch.float32)
+    assert {parameter.dtype for parameter in wide.parameters()} == {torch.float32}
+
+
 def test_the_trainer_takes_a_loaded_base(tmp_path):
     fe.hf.export(tiny.llama().eval(), tmp_path / "fp8", "rowwise")
     model = with_lora(fe.hf.load(tmp_path / "fp8"))

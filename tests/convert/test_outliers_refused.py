@@ -18,7 +18,7 @@ import fp8engine as fe
 from fp8engine.autograd.features import RANKS
 from fp8engine.autograd.smooth import Smooth
 from fp8engine.convert.outliers import gated
-from fp8engine.distributed.sharded_weight import ShardedWeight
+from fp8engine.distributed.sharded_weight import not_as_codes
 from fp8engine.errors import ConversionError, UnknownName
 from fp8engine.report.state import controllers_of
 
@@ -165,10 +165,9 @@ def test_a_layer_that_has_a_feature_refuses_another_one_that_the_table_does_not_
 
 def test_fully_shard_gathers_a_smoothed_weight_in_high_precision():
     numerics = net().blocks[0].down.numerics
-    weight = ShardedWeight(None, SimpleNamespace(numerics=numerics), None)  # pyright: ignore[reportArgumentType]
-    assert weight.reason() == ""
+    assert not_as_codes(numerics) == ""
     numerics.switch(Smooth())
-    assert weight.reason() == "fe.smooth multiplies the weight before its cast"
+    assert not_as_codes(numerics) == "fe.smooth multiplies the weight before its cast"
 
 
 def test_an_alarm_proposes_the_remedy():

@@ -323,7 +323,7 @@ def test_the_picture_pairs_losses_with_fp32s_of_the_same_seed_and_step():
     ]
     results += [replace(base, recipe="auto", steps=1, validation_loss=9.0), replace(base, recipe="auto", seed=7)]
     results += [replace(base, recipe="delayed", validation_loss=math.nan)]
-    found = picture.differences(results)
+    found = picture.by_recipe(results)
     assert found == {"current": pytest.approx([10, 20, 60], rel=1e-9), "auto": [], "delayed": []}
     panel = panel_of(picture._difference, results)
     assert [text.get_text() for text in panel.texts] == ["+30.00 ± 15.28"]

@@ -10,7 +10,9 @@ from rich.console import Console
 
 from fp8engine.auto import Alarm
 from fp8engine.demo import Config, Session, config, session, train
-from fp8engine.demo.progress import Lines, Watch, last, layers, rows_of, shown
+from fp8engine.demo.progress import Lines, Watch, last, layers, shown
+from fp8engine.report.table import Report
+from fp8engine.scaling.table import ROLES
 
 
 @pytest.fixture(autouse=True)
@@ -18,6 +20,14 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is measured beside the training takes less time."""
     monkeypatch.setattr(config, "VALIDATION_WINDOWS", 16)
     monkeypatch.setattr(session, "LENGTH", 10)
+
+
+def cells(report: Report, heading: str, most: int = 99) -> list[str]:
+    """A column of the table of layers, as text."""
+    table = layers(report, most)
+    assert table is not None
+    (column,) = (column for column in table.columns if column.header == heading)
+    return list(map(str, column.cells))
 
 
 def terminal(height: int = 50) -> tuple[Console, io.StringIO]:
@@ -73,13 +83,15 @@ def test_of_more_layers_than_fit_those_with_the_least_sqnr_are_shown():
     worst = report.layers[27]["name"]
     looks = report.auto.samples[f"{worst}.weight"]
     looks.append(looks[-1]._replace(sqnr_db=1.5))
-    rows = rows_of(report)
-    assert (rows[27]["name"], rows[27]["sqnr"][1]) == (worst, 1.5)
-    table = layers(rows, 6)
+    table = layers(report, 6)
+    assert table is not None
     assert table.row_count == 6
     assert table.caption == "the 6 of 40 layers with the least SQNR"
-    assert str(next(iter(table.columns[0].cells))) == worst
-    assert layers(rows, 40).caption is None
+    assert cells(report, "layer", 6)[0] == worst
+    assert " 1.5 " in cells(report, "SQNR, dB", 6)[0]
+    whole = layers(report, 40)
+    assert whole is not None
+    assert whole.caption is None
 
 
 def test_warnings_are_counted_and_told_in_their_order():
@@ -87,7 +99,7 @@ def test_warnings_are_counted_and_told_in_their_order():
     slot = base.decisions[0]["slot"]
     told = [Alarm(20, slot, 81.5, 8.2, 128)._asdict(), Alarm(10, slot, 20.0, 4.0, 64)._asdict()]
     report = replace(base, decisions=base.decisions[:1], alarms=told)
-    assert [row["warnings"] for row in rows_of(report)] == [2, 0]
+    assert cells(report, "warnings") == ["2", ""]
     lines = [line for line, _ in last(report)]
     assert lines[0].startswith("⚠ step 10")
     assert lines[1].startswith("step 16")
@@ -100,7 +112,8 @@ def test_a_fixed_recipe_has_no_sqnr_and_is_drawn(tmp_path):
         train(Config(size="tiny", steps=2, batch=2), Session(recipes=("current",), out=tmp_path), screen)
         assert isinstance(screen, Watch)
         assert screen.report is not None
-        rows = rows_of(screen.report)
-    assert all(row["sqnr"] == [None] * 3 for row in rows)
-    assert rows[0]["casts"] == ["E4M3 per tensor", "E4M3 per tensor", "E5M2 per tensor"]
-    assert all(math.isfinite(amax) and amax > 0 for row in rows for amax in row["amax"])
+        report = screen.report
+    assert {cell.replace(" ", "") for cell in cells(report, "SQNR, dB")} == {"–––"}
+    assert [cells(report, role)[0] for role in ROLES] == ["E4M3 per tensor", "E4M3 per tensor", "E5M2 per tensor"]
+    amaxes = [float(amax) for cell in cells(report, "amax") for amax in cell.split()]
+    assert all(math.isfinite(amax) and amax > 0 for amax in amaxes)

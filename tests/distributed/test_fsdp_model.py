@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 import fp8engine as fe
 from benchmarks.distributed.fsdp import Net
@@ -182,12 +182,13 @@ def sharded_by_others(rank: int) -> dict:
 class Mixture(nn.Module):
     """Two experts' matrices in one parameter beside a layer of two dimensions."""
 
-    def __init__(self):
+    def __init__(self, experts: int = 4):
         super().__init__()
-        self.up, self.experts = nn.Linear(32, 32), fe.GroupedLinear(4, 32, 32, recipe="current")
+        self.up, self.experts = nn.Linear(32, 32), fe.GroupedLinear(experts, 32, 32, recipe="current")
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.experts(self.up(x), [2, 2, 2, 2])
+        sizes = [2, 3, 3] if self.experts.shape[0] == 3 else [2, 2, 2, 2]
+        return self.experts(self.up(x), sizes)
 
 
 def of_experts(rank: int) -> dict:
@@ -224,6 +225,27 @@ def of_experts(rank: int) -> dict:
     return found
 
 
+def never_codes(rank: int) -> dict[str, bool]:
+    """Weights that codes cannot stand for, whose shards are no equal numbers of rows: the gather is fully_shard's."""
+    options: dict[str, dict] = {
+        "experts that ranks do not divide": {},
+        "another dimension": {"shard_placement_fn": lambda parameter: Shard(1) if parameter.dim() == 2 else None},
+    }
+    found = {}
+    for what, given in options.items():
+        results = []
+        for shard in (fully_shard, fe.distributed.fsdp):
+            torch.manual_seed(0)
+            model = fe.convert(Mixture(3), "current")
+            shard(model, **given)
+            y = model(batch(rank)[:, :32])
+            y.square().mean().backward()
+            parameters: list[Any] = list(model.parameters())
+            results.append([y, *(parameter.grad.full_tensor() for parameter in parameters)])
+        found[what] = all(map(torch.equal, *results))
+    return found
+
+
 def work(rank: int, ranks: int) -> dict:
     """Everything above, on one rank."""
     warnings.simplefilter("ignore")
@@ -236,6 +258,7 @@ def work(rank: int, ranks: int) -> dict:
         counted,
         sharded_by_others,
         of_experts,
+        never_codes,
     )
     return {part.__name__: part(rank) for part in parts}
 
@@ -317,6 +340,12 @@ def test_experts_in_high_precision_are_said_once_and_an_error_under_strict(found
     assert len(told[0]["said"]) == 1
     assert f"2 weights ({named}) are gathered in high precision: {why}" in told[0]["said"][0]
     assert told[1]["said"] == [], "the first rank says it"
+
+
+@pytest.mark.slow
+def test_weights_that_are_never_codes_are_gathered_as_by_fully_shard(found: list[dict]):
+    for rank in found:
+        assert rank["never_codes"] == {"experts that ranks do not divide": True, "another dimension": True}
 
 
 @pytest.mark.slow

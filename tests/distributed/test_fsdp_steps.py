@@ -108,7 +108,7 @@ def siamese(rank: int) -> dict:
 
 
 def gathered(model: Any) -> tuple[bool, ...]:
-    return tuple(weight.shard.chosen is None for weight in vars(model)[fsdp.GATHER].weights)
+    return tuple(weight.chosen is None for weight in vars(model)[fsdp.GATHER].weights)
 
 
 def unsharded_before(rank: int) -> list[bool]:

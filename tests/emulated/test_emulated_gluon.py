@@ -15,7 +15,7 @@ import torch
 
 from benchmarks.checks.operands import counts, differs, exact, in_blocks, integers, uneven
 from fp8engine.kernels.matmul import matmul_fp8
-from fp8engine.kernels.matmul_gluon_scaled import matmul_gluon_scaled, unsupported
+from fp8engine.kernels.matmul_gluon import matmul_gluon, unsupported
 from fp8engine.kernels.tuning import Config
 from fp8engine.numerics.formats import E4M3, E5M2
 from fp8engine.ops import reference
@@ -58,7 +58,7 @@ def test_a_product_is_exact(way: str, k: int, card):
     a, b = operands(way, k=k)
     bias_N = torch.randint(-3, 4, (N,)).bfloat16()
     assert unsupported(a, b, Epilogue(bias_N), TILE) is None
-    found = matmul_gluon_scaled(a, b, Epilogue(bias_N), TILE)
+    found = matmul_gluon(a, b, Epilogue(bias_N), TILE)
     assert differs(found, exact(a, b, bias_N).bfloat16()) is None
 
 
@@ -66,7 +66,7 @@ def test_a_product_is_exact(way: str, k: int, card):
 def test_scaled_sums_are_added_in_the_order_of_k(way: str, card):
     card(90)
     a, b = map(uneven, operands(way, k=1024))  # and none left over
-    found = matmul_gluon_scaled(a, b, Epilogue(None, torch.float32), TILE)
+    found = matmul_gluon(a, b, Epilogue(None, torch.float32), TILE)
     assert differs(found, fused(a, b)) is None
 
 
@@ -107,7 +107,7 @@ def test_every_epilogue_is_the_twins(way: str, end: str, card):
         Epilogue(bias_N, out, activation, scale, *((torch.full((1,), -1.0), counts(CPU)) if statistics else ()))
         for _ in "ab"
     )
-    found, wanted = matmul_gluon_scaled(a, b, ours, TILE), reference.finish(exact(a, b, None), twins)
+    found, wanted = matmul_gluon(a, b, ours, TILE), reference.finish(exact(a, b, None), twins)
     if activation in ("none", "relu"):
         assert differs(found.float(), wanted.float()) is None
     else:  # another exp and tanh: a unit in the last place of the result's format, or of FP32 beneath it
@@ -122,7 +122,7 @@ def test_nan_in_a_row_stays_in_it(card):
     a, b = operands("ring", 132, 64, 256)
     a.data.view(torch.uint8)[70, 5] = 0x7F  # NaN, in a row of the second consumer
     counted = counts(CPU)
-    y = matmul_gluon_scaled(a, b, Epilogue(counts=counted, amax=torch.zeros(1)), TILE)
+    y = matmul_gluon(a, b, Epilogue(counts=counted, amax=torch.zeros(1)), TILE)
     assert y.isnan().nonzero()[:, 0].unique().tolist() == [70]
     assert counted.tolist() == [0, 64]
 

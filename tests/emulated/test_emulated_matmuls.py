@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from benchmarks.checks.operands import counts, differs, exact, in_blocks, integers
-from benchmarks.machine_code.launches import GLUON
 from fp8engine.kernels.matmul import matmul_fp8, matmul_fp16
 from fp8engine.kernels.tuning import Config, table
 from fp8engine.numerics.formats import E4M3, E5M2
@@ -29,7 +28,6 @@ def committed() -> list:
         for config in configs.values()
     }
     rows |= {(*row[:2], row[2]._replace(kernel="triton")) for row in rows}  # for what Gluon's cannot do
-    rows |= {("matmul_fp8", 90, GLUON)}
     return [
         pytest.param(*row, id=f"{row[0]} sm_{row[1]} {row[2]}")
         for row in sorted(rows, key=lambda row: (-row[1], str(row)))

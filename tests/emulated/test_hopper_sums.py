@@ -14,7 +14,7 @@ import torch
 from mmaemu.api import accumulate
 
 from fp8engine.kernels.matmul import matmul_fp8
-from fp8engine.kernels.matmul_gluon_scaled import matmul_gluon_scaled
+from fp8engine.kernels.matmul_gluon import matmul_gluon
 from fp8engine.kernels.matmul_grouped import Result, grouped_rows
 from fp8engine.kernels.tuning import Config
 from fp8engine.numerics.formats import E4M3, E5M2, Format
@@ -36,7 +36,7 @@ KERNELS = {
     "promoted, of an expert": lambda a, b, end: grouped_rows(
         a, b, bounds_of(torch.tensor([SIZES[0]])), Result(end.out), True, PLAIN
     ),
-    "promoted in Gluon": lambda a, b, end: matmul_gluon_scaled(a, b, end, GLUON),
+    "promoted in Gluon": lambda a, b, end: matmul_gluon(a, b, end, GLUON),
 }
 
 

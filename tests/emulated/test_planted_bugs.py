@@ -26,7 +26,6 @@ from benchmarks.checks.operands import differs, exact, in_blocks, integers
 from fp8engine.kernels import tile as sound_tile
 from fp8engine.kernels.matmul import matmul_fp8
 from fp8engine.kernels.matmul_gluon import matmul_gluon
-from fp8engine.kernels.matmul_gluon_scaled import matmul_gluon_scaled
 from fp8engine.kernels.quantize_groups import quantize_groups
 from fp8engine.kernels.tuning import Config
 from fp8engine.numerics.formats import E4M3
@@ -52,7 +51,7 @@ class Bug(NamedTuple):
     words: str
 
 
-# In Gluon's matmuls too, and not in their source: from 3.7 on Triton puts this fence itself where a source has none.
+# In Gluon's matmul too, and not in their source: from 3.7 on Triton puts this fence itself where a source has none.
 FENCE = Bug("no fence before a TMA store", r"fence\.proxy\.async\.shared::cta;", "", Race, "read by TMA.*fence")
 MACHINE_CODE = [
     FENCE,
@@ -114,7 +113,7 @@ MACHINE_CODE = [
         "before the wgmma",
     ),
 ]
-RING = [  # in kernels/gluon_ring.py, which both Gluon matmuls use
+RING = [  # in kernels/gluon_ring.py
     Bug("a round's parity never changes", "parity ^ around.to(gl.int32)", "parity", Fault, "mbarrier|write by TMA"),
     Bug("the producer waits for what nobody gave back", "parity ^ 1)", "parity)", Deadlock, "mbarrier"),
     Bug(
@@ -132,26 +131,14 @@ RING = [  # in kernels/gluon_ring.py, which both Gluon matmuls use
         "write is not ordered after the last asynchronous read",
     ),
 ]
-ENDS = Bug(  # in both
-    "the program ends while TMA reads its memory",
-    "tma.store_wait(0)  # shared memory",
-    "# shared memory",
-    Fault,
-    "no thread had waited for its last TMA store",
-)
-FAST = [
-    Bug("the slot before is an alias of the slot", "before = slot + 0", "before = slot", Deadlock, "mbarrier"),
-    ENDS,
+GLUON = [  # in kernels/matmul_gluon.py
     Bug(
-        "a slot is given back before its product is done",
-        "empty.index(before), count=1, pred=k > 0)",
-        "empty.index(slot), count=1)",
+        "the program ends while TMA reads its memory",
+        "tma.store_wait(0)  # shared memory",
+        "# shared memory",
         Fault,
-        "mbarrier|write by TMA",
+        "no thread had waited for its last TMA store",
     ),
-]
-SCALED = [
-    ENDS,
     Bug(
         "one consumer gives a slot back for both",
         "new_barriers(STAGES, CONSUMERS)",
@@ -196,7 +183,7 @@ SCALED = [
     ),
     Bug("what is left of K is not multiplied", "range(whole, groups)", "range(groups, groups)", Fault, "TMA load"),
 ]
-WRONG = {  # of SCALED, those that break no rule of the card: the result is not right
+WRONG = {  # of GLUON, those that break no rule of the card: the result is not right
     "scales of the product after it": ("_factors(runs, last, rings, before,", "_factors(runs, now, rings, slot,"),
     "the other consumer's scales": ("slice(ROWS * PART, ROWS, 1)", "slice(ROWS * (1 - PART), ROWS, 1)"),
     "the other consumer's rows": ("slice(ROWS * PART, ROWS, 0)", "slice(ROWS * (1 - PART), ROWS, 0)"),
@@ -252,93 +239,71 @@ def test_a_swapped_swizzle_multiplies_other_elements(tmp_path: Path, schedule: i
             assert product(matmul_fp8, SMALL) == right
 
 
-def with_bug(folder: Path, name: str, old: str, new: str) -> dict[str, ModuleType]:
-    """Copies of both Gluon matmuls, where the bug is in one of them or in what they share."""
-    names = ("matmul_gluon", "matmul_gluon_scaled")
-    if name in names:
-        return {name: edited_kernel(folder, name, old, new)}
-    shared = {f"fp8engine.kernels.{name}": edited_kernel(folder, name, old, new)}
-    with mock.patch.dict(sys.modules, shared):
-        return {user: edited_kernel(folder, user, '"""FP8 matmul', '"""Matmul') for user in names}
+def with_bug_in_the_ring(folder: Path, bug: Bug) -> Callable:
+    """The Gluon matmul of a copy of its file, which imports a copy of gluon_ring.py with the bug."""
+    ring = {"fp8engine.kernels.gluon_ring": edited_kernel(folder, "gluon_ring", bug.old, bug.new)}
+    with mock.patch.dict(sys.modules, ring):
+        return edited_kernel(folder, "matmul_gluon", '"""FP8 matmul', '"""Matmul').matmul_gluon
 
 
-def scaled_product(matmul: Callable, way: str) -> bool:
-    """Whether a promoted ("none") or scaled product of two consumers is right to the bit."""
+def scaled_product(matmul: Callable, way: str, by_row: tuple[bool, bool] = (True, True)) -> bool:
+    """Whether a promoted ("none") or scaled product of two consumers is right to the bit.  by_row: of "none" alone."""
     if way == "none":
-        return product(lambda a, b, end, promoted, config: matmul(a, b, end, config), WIDE)
+        return product(lambda a, b, end, promoted, config: matmul(a, b, end, config), WIDE, by_row=by_row)
     a, b = (in_blocks(CPU, rows, K[WIDE], 1 if rows == M4 or way == "ring" else 128) for rows in (M4, N))
     if way == "ring":
         a, b = (x._replace(scale=x.scale.t().contiguous().t()) for x in (a, b))
     return differs(matmul(a, b, Epilogue(), WIDE), exact(a, b, None).bfloat16()) is None
 
 
-def fast_product(matmul: Callable, by_row: tuple[bool, bool] = (True, True)) -> bool:
-    """Whether the fast Gluon matmul is right to the bit."""
-    return product(lambda a, b, end, promoted, config: matmul(a, b, end, config), WIDE, by_row=by_row)
-
-
 @pytest.mark.parametrize("bug", RING, ids=lambda bug: bug.what)
-def test_a_bug_in_the_ring_is_named_by_two_and_by_one_consumer(bug: Bug, tmp_path: Path, schedule: int, whole: bool):
-    modules = with_bug(tmp_path, "gluon_ring", bug.old, bug.new)
-    if whole:
-        with emulated(seed=schedule), pytest.raises(bug.fault, match=bug.words):
-            fast_product(modules["matmul_gluon"].matmul_gluon)
+def test_a_bug_in_the_ring_is_named(bug: Bug, tmp_path: Path, schedule: int):
+    matmul = with_bug_in_the_ring(tmp_path, bug)
     with emulated(seed=schedule), pytest.raises(bug.fault, match=bug.words):
-        scaled_product(modules["matmul_gluon_scaled"].matmul_gluon_scaled, "ring")
+        scaled_product(matmul, "ring")
 
 
 def test_registers_that_a_producer_keeps_hang_its_consumers(tmp_path: Path, schedule: int):
     """In the source Triton would give the first consumer fewer instead."""
     keeps = r"(setmaxnreg\.dec\S+\s+)24;", r"\g<1>56;"
     with machine_code(tmp_path, *keeps, schedule), pytest.raises(Deadlock, match=r"wait for \('registers'"):
-        scaled_product(matmul_gluon_scaled, "none")
+        scaled_product(matmul_gluon, "none")
 
 
-def test_no_fence_in_the_machine_code_of_the_ring_is_named(tmp_path: Path, schedule: int, whole: bool):
-    if whole:
-        with machine_code(tmp_path, FENCE.old, FENCE.new, schedule), pytest.raises(FENCE.fault, match=FENCE.words):
-            fast_product(matmul_gluon)
+def test_no_fence_in_the_machine_code_of_the_ring_is_named(tmp_path: Path, schedule: int):
     with machine_code(tmp_path, FENCE.old, FENCE.new, schedule), pytest.raises(FENCE.fault, match=FENCE.words):
-        scaled_product(matmul_gluon_scaled, "ring")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("bug", FAST, ids=lambda bug: bug.what)
-def test_a_bug_in_the_fast_gluon_matmul_is_named(bug: Bug, tmp_path: Path, schedule: int):
-    module = edited_kernel(tmp_path, "matmul_gluon", bug.old, bug.new)
-    with emulated(seed=schedule), pytest.raises(bug.fault, match=bug.words):
-        fast_product(module.matmul_gluon)
+        scaled_product(matmul_gluon, "ring")
 
 
 @pytest.mark.short
 @pytest.mark.slow
 @pytest.mark.few(3)
-@pytest.mark.parametrize("bug", SCALED, ids=lambda bug: bug.what)
+@pytest.mark.parametrize("bug", GLUON, ids=lambda bug: bug.what)
 def test_a_bug_in_the_matmul_of_two_consumers_is_named(bug: Bug, tmp_path: Path, schedule: int):
-    module = edited_kernel(tmp_path, "matmul_gluon_scaled", bug.old, bug.new)
+    module = edited_kernel(tmp_path, "matmul_gluon", bug.old, bug.new)
     with emulated(seed=schedule), pytest.raises(bug.fault, match=bug.words):
-        scaled_product(module.matmul_gluon_scaled, "ring")
+        scaled_product(module.matmul_gluon, "ring")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("what", WRONG)
 def test_a_bug_that_breaks_no_rule_gives_a_wrong_result(what: str, tmp_path: Path, schedule: int):
-    module = edited_kernel(tmp_path, "matmul_gluon_scaled", *WRONG[what])
+    module = edited_kernel(tmp_path, "matmul_gluon", *WRONG[what])
     with emulated(seed=schedule):
-        assert not scaled_product(module.matmul_gluon_scaled, "ring")
-
-
-@pytest.mark.parametrize("by_row", [(True, True), (True, False), (False, True)], ids=str)
-def test_without_a_bug_the_warp_specialised_matmul_is_right(by_row: tuple[bool, bool], schedule: int):
-    with emulated(seed=schedule):
-        assert fast_product(matmul_gluon, by_row)
+        assert not scaled_product(module.matmul_gluon, "ring")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("way", ["none", "loaded", "ring"])
 def test_without_a_bug_the_matmul_of_two_consumers_is_right(way: str, schedule: int):
     with emulated(seed=schedule):
-        assert scaled_product(matmul_gluon_scaled, way)
+        assert scaled_product(matmul_gluon, way)
+
+
+@pytest.mark.parametrize("by_row", [(True, False), (False, True)], ids=str)
+def test_without_a_bug_one_scale_goes_with_one_a_row(by_row: tuple[bool, bool], schedule: int):
+    with emulated(seed=schedule):
+        assert scaled_product(matmul_gluon, "none", by_row)
 
 
 class Beyond:

@@ -112,9 +112,32 @@ def test_what_does_not_hold_bytes_says_what_does(exported, ids):
     with pytest.raises(ConversionError, match=r"'fp8' has no scales per 1x32 block .*: 'compressed-tensors' has"):
         exported("mxfp8", layout="fp8")
     model: Any = tiny_models.gpt2().eval()
-    folder = exported("mxfp8", model, layout="fp8engine")  # our own holds FP32, and Conv1D
-    assert load_file(folder / "model.safetensors")["transformer.h.0.mlp.c_fc.weight_scale_inv"].dtype == torch.float32
+    folder = exported("mxfp8", model, layout="fp8engine")  # and Conv1D
+    assert load_file(folder / "model.safetensors")["transformer.h.0.mlp.c_fc.weight_scale_inv"].dtype == torch.uint8
     back = load(folder)
     fe.convert(model, "mxfp8")
     with torch.no_grad():
         assert torch.equal(back(ids).logits, model(ids).logits)
+
+
+@pytest.mark.parametrize("layout", ["auto", "fp8engine"])
+def test_a_running_server_takes_the_bytes(exported, ids, layout: str):
+    model: Any = fe.convert(tiny_models.llama().eval(), "mxfp8", fuse=False)
+    server = load(exported(None, model, layout=layout))
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.mul_(3)
+        held = server.state_dict()
+        for name, tensor in fe.hf.iter_fp8(model, layout=layout):
+            held[name].copy_(tensor)
+        assert torch.equal(server(ids).logits, model(ids).logits)
+
+
+def test_numbers_that_an_export_of_ours_held_are_read(exported, damage, ids):
+    folder = exported("mxfp8", layout="fp8engine")
+    with torch.no_grad():
+        want = load(folder)(ids).logits
+        name = f"{Q}.weight_scale_inv"
+        damage(folder, tensors=lambda held: held.update({name: 2.0 ** (held[name].float() - 127)}))
+        assert load(folder).get_submodule(Q).weight_scale_inv.dtype == torch.float32
+        assert torch.equal(load(folder)(ids).logits, want)

@@ -113,6 +113,10 @@ COMPRESSED = {
     "integers": (lambda c: _weights(c).update(type="int"), "weights of config_groups is"),
     "other layers": (lambda c: c["config_groups"]["group_0"].update(targets=["re:.*q"]), "a group of config_groups"),
     "groups along K": (lambda c: _weights(c).update(strategy="group"), "strategy of the weights is 'group'"),
+    "a pattern that is none": (
+        lambda c: c.update(ignore=["re:("]),
+        "a regular expression among the modules left alone",
+    ),
     "16-bit inputs": (lambda c: c["config_groups"]["group_0"].update(input_activations=None), "input_activations of"),
     "rows for tensors": (lambda c: _weights(c).update(strategy="channel"), "contradicts itself: weights per row"),
     "static without scales": (

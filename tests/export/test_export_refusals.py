@@ -14,7 +14,7 @@ from torch import nn
 import fp8engine as fe
 from fp8engine.errors import ConversionError, StateError
 from fp8engine.export import headers
-from fp8engine.export.hf import export, load
+from fp8engine.export.hf import export, iter_fp8, load
 
 pytestmark = pytest.mark.filterwarnings("ignore::fp8engine.errors.EmulationWarning")
 
@@ -59,9 +59,13 @@ def e5m2_weights() -> fe.Recipe:
 
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
 def test_adapters_are_merged_first(tmp_path: Path):
-    model = peft.get_peft_model(tiny_models.llama(), peft.LoraConfig(target_modules=["q_proj"]))
+    model: Any = peft.get_peft_model(tiny_models.llama(), peft.LoraConfig(target_modules=["q_proj"]))  # pyright: ignore
     refused("merge_and_unload", model, tmp_path / "out")
-    export(model.merge_and_unload(), tmp_path / "out")
+    inside = r"model\.layers\.0\.self_attn\.q_proj is an adapter of peft, .*merge_and_unload"
+    refused(inside, model.base_model.model, tmp_path / "out")
+    with pytest.raises(ConversionError, match=inside):
+        iter_fp8(fe.convert(model, "rowwise").base_model.model)
+    export(fe.revert(model).merge_and_unload(), tmp_path / "out")
 
 
 def test_quantised_models_are_refused(tmp_path: Path):
@@ -85,6 +89,10 @@ def test_a_folder_that_is_in_use(tmp_path: Path):
     assert os.listdir(tmp_path) == ["kept"]
     (tmp_path / "empty").mkdir()
     export(tiny_models.llama(), tmp_path / "empty")
+    (tmp_path / "link").symlink_to(tmp_path / "linked")
+    export(tiny_models.llama(), tmp_path / "link")
+    assert (tmp_path / "link").is_symlink()
+    assert load(tmp_path / "linked").config.model_type == "llama"
     export(tiny_models.llama(), tmp_path / "deep" / "down")
     assert load(tmp_path / "deep" / "down").config.model_type == "llama"
 

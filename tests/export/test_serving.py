@@ -19,7 +19,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::fp8engine.errors.EmulationWarni
 RECIPES = ("current", "delayed", "rowwise", "rowwise_gw_hp", "blockwise", *EXACT_SCALES)
 
 
-def made(recipe: str = "current", bias: bool = True, dtype: torch.dtype = torch.float32) -> Any:
+def made(recipe: str | fe.Recipe = "current", bias: bool = True, dtype: torch.dtype = torch.float32) -> Any:
     return ServedLinear.of(nn.Linear(144, 40, bias, dtype=dtype), resolve(recipe))
 
 
@@ -176,10 +176,42 @@ def test_copies_and_pickles_compute_the_same():
         assert torch.equal(other(x), want)
 
 
+def test_loaded_scales_that_are_no_powers_of_two_are_not_taken_for_such():
+    layer, given, x = made("blockwise"), made(fe.blockwise(power_of_2=False)), torch.randn(64, 144)
+    assert layer.scale.shape == given.scale.shape
+    assert layer.numerics.recipe.weight.power_of_2
+    layer.load_state_dict(given.state_dict())
+    assert not layer.numerics.recipe.weight.power_of_2
+    assert fe.inspect(layer).layers[0]["weight"]["scale"] == float(given.scale.max())
+    x_q = fe.quantize(x, layer.numerics.recipe.input).dequantize().double()
+    scale = given.scale.repeat_interleave(128, 0)[:40].repeat_interleave(128, 1)[:, :144]
+    want = x_q @ (given.weight.double() * scale).T + given.bias.double()
+    with torch.no_grad():
+        assert sqnr(want, layer(x)) > 100.0  # FP32; folded into BF16, scales lose 2^-9: 50 dB
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_a_16_bit_weight_is_not_copied_into_codes(strict: bool):
+    layer, plain = made("rowwise"), nn.Linear(144, 40)
+    before = copy.deepcopy(layer.state_dict())
+    with pytest.raises(
+        RuntimeError, match=r"weight is stored as FP8 codes, and weight is torch\.float32: call fe\.rev"
+    ):
+        layer.load_state_dict(plain.state_dict(), strict=strict)
+    assert torch.equal(layer.weight.float(), before["weight"].float())
+
+
 def test_autocast_decides_the_outputs_dtype():
     layer = made()
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         assert layer(torch.randn(4, 144)).dtype == torch.bfloat16
+
+
+@pytest.mark.slow
+def test_compiled_blocks_of_one_row_have_a_gradient():
+    layer, x = made("mxfp8"), torch.randn(4, 144).requires_grad_()
+    found, want = (torch.autograd.grad(run(x).sum(), x)[0] for run in (torch.compile(layer, fullgraph=True), layer))
+    assert torch.equal(found, want)
 
 
 @pytest.mark.slow

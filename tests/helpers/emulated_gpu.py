@@ -32,19 +32,18 @@ plan.PLAN = tuple(group._replace(seconds=3600.0) for group in plan.PLAN)
 
 from emulator.card import emulated  # noqa: E402
 
-from benchmarks import block, casts, checks, experts, generate, peers  # noqa: E402
+from benchmarks import block, casts, checks, experts, generate, model, networks, peers  # noqa: E402  # noqa: E402
 from benchmarks.card import child, measure, preflight, pretend, run  # noqa: E402
 from benchmarks.checks import matmuls  # noqa: E402
-from fp8engine.bench import cases, harness, linear, steps, timing  # noqa: E402
+from fp8engine.bench import cases, harness, linear, timing  # noqa: E402
 from fp8engine.bench.cases import Shape  # noqa: E402
-from fp8engine.bench.networks import Size  # noqa: E402
 from fp8engine.ops import casts as cast_operations  # noqa: E402
 from fp8engine.ops import device, grouped, matmul, reference, scaled_mm, triton_backend  # noqa: E402
 
 PLACES = "EMULATED_PLACES"
 NAME = "emulated card"
 CPU = torch.device("cpu")
-NETWORK = Size(64, 128, 2, 1, 1, 64)
+NETWORK = networks.Size(64, 128, 2, 1, 1, 64)
 
 
 def main() -> None:
@@ -87,7 +86,7 @@ def _pretend_card() -> None:
         (device.cpu_multiplies, lambda format: True),  # a layer on a CPU without it does not ask which backend to take
         (triton_backend.no_card, lambda where, oldest=None: None),
         (cast_operations.choose, lambda where: "reference" if asked() == "reference" else "triton"),
-        (matmul.choose, lambda where, by_block, *rest: asked() or "triton"),
+        (matmul.choose, lambda where, by_block, *rest, **named: asked() or "triton"),
         (grouped.kernels_run, lambda where: asked() in (None, "triton")),
         (scaled_mm.matmul, _cublas),
         (harness.compare, _labelled(harness.compare)),
@@ -113,8 +112,8 @@ def _shorten() -> None:
     matmuls.GLUON_SHAPES = matmuls.GLUON_SHAPES[:3]
     casts.SHAPES["cuda"] = ((128, 256),)
     linear.SHAPES["cuda"] = (Shape(64, 128, 128),)
-    block.CASES["cuda"] = (("block", NETWORK, 32, 16),)
-    steps.MODELS["cuda"] = (("llama", NETWORK, 32, 16),)
+    block.CASES["cuda"] = (networks.case("block", NETWORK, 32, 16),)
+    model.CASES["cuda"] = [networks.case("llama", NETWORK, 32, 16)]
     generate.CASES["cuda"] = (generate.Case(NETWORK, 1, 16, 2),)
     places, each = json.loads(os.environ.get(PLACES, "{}")), measure.Group.each
 

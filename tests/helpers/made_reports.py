@@ -11,7 +11,7 @@ from torch import nn
 import fp8engine as fe
 from fp8engine.auto.history import Sample, Samples
 from fp8engine.auto.log import Plan
-from fp8engine.report.auto_run import AutoRun
+from fp8engine.report.facts import AutoRun
 from fp8engine.report.table import Report
 
 EVIL = """</script><script>hacked=1</script><b id=hacked>"bold"&amp;<!--'"""

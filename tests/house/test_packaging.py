@@ -73,7 +73,7 @@ def test_the_wheel_holds_the_library_and_nothing_else(wheel: zipfile.ZipFile, tr
         re.sub(r"^kernels/", "fp8engine/kernels/", str(path.relative_to(tree)))
         for folder in ("fp8engine", "kernels")
         for path in (tree / folder).rglob("*")
-        if path.suffix in (".py", ".md", ".typed", ".json", ".css", ".html", ".js")
+        if path.suffix in (".py", ".md", ".typed", ".json", ".css", ".html", ".js", ".svg")
     }
     held = {name for name in wheel.namelist() if ".dist-info/" not in name}
     assert held == sources

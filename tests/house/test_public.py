@@ -6,8 +6,8 @@ NAMES = set(
     """
     Attention BF16 Cast E4M3 E5M2 FP16 FP32 Float8Tensor Format GroupedLinear Heads LayerNormLinear LayerNormMLP Linear
     PerBlock PerRow PerTensor Recipe Report TransformerLayer amp auto backend blockwise convert current delayed
-    distributed errors flow hf high_precision inspect keep_budget load_scaling_state_dict matmul mxfp8 onnx
-    quantize revert rowwise rowwise_gw_hp scaling_state scaling_state_dict smooth weights_changed
+    distributed errors flow hf high_precision inspect keep_budget keep_budget_in_training load_scaling_state_dict
+    matmul mxfp8 onnx quantize revert rowwise rowwise_gw_hp scaling_state scaling_state_dict smooth weights_changed
     """.split()  # noqa: SIM905
 )
 

@@ -12,7 +12,7 @@ from torch import nn
 import fp8engine as fe
 from fp8engine.numerics.names import KnownRecipe
 from fp8engine.numerics.recipe import RECIPES
-from fp8engine.report.rows import InputSlot, Layer, Slot, Totals
+from fp8engine.report.facts import InputSlot, Layer, Slot, Totals
 
 
 class Mine(nn.Module):

@@ -91,7 +91,31 @@ def test_padding_is_not_seen():
         assert torch.equal(layer(x, mask)[:, :4], layer(other, mask)[:, :4])
 
 
-@pytest.mark.parametrize(("hidden", "heads"), [(30, 4), (32, fe.Heads(4, of_keys=3))], ids=str)
+@pytest.mark.parametrize(
+    ("hidden", "heads"),
+    [(30, 4), (32, fe.Heads(4, of_keys=3)), (32, 0), (32, fe.Heads(4, of_keys=0)), (32, fe.Heads(4, width=0))],
+    ids=str,
+)
 def test_heads_that_do_not_divide_are_refused(hidden: int, heads):
     with pytest.raises(ShapeError, match="heads divide the columns"):
         fe.Attention(hidden, heads, recipe="current")
+
+
+def test_positions_are_of_this_calls_tokens():
+    layer, x = fe.Attention(32, HEADS, recipe="fp32"), torch.randn(2, 3, 32)
+    whole = layer(x)
+    for positions in (torch.arange(3), torch.arange(3)[None], torch.arange(3).repeat(2, 1)):
+        assert torch.equal(layer(x, positions=positions), whole)
+        compiled = torch.compile(layer, fullgraph=True, backend="eager")
+        assert torch.equal(compiled(x, positions=positions), whole)
+    for rows, tokens, shape in ((1, 3, (2, 3)), (1, 1, (4,)), (2, 3, (1,)), (2, 3, (2, 1))):
+        with pytest.raises(ShapeError, match=rf"want \[{tokens}\] or \[{rows}, {tokens}\]"):
+            layer(x[:rows, :tokens], positions=torch.zeros(shape, dtype=torch.int64))
+
+
+@pytest.mark.parametrize("heads", [fe.Heads(4, causal=True, window=0), fe.Heads(4, window=3)], ids=str)
+def test_a_window_that_shows_nothing_or_is_not_causal_is_refused(heads):
+    with pytest.raises(ShapeError, match="a query sees the last so many keys"):
+        fe.Attention(32, heads, recipe="current")
+    with pytest.raises(ShapeError, match="a query sees the last so many keys"):
+        fe.TransformerLayer(32, 64, heads, recipe="current")

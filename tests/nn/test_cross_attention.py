@@ -98,6 +98,8 @@ def test_a_cache_holds_the_projected_context():
         parts += [layer(x[:, t : t + 1], cache=cache, context=context * float("nan")) for t in (4, 5)]
     assert len(cache) == 0, "the cache of self-attention is another's"
     assert sqnr(whole, torch.cat(parts, 1)) > 35  # rows are cast by themselves; BF16 products round sums otherwise
+    with torch.no_grad(), pytest.raises(ShapeError, match="context of 2 rows, and the input has 1"):
+        layer(x[:1], cache=cache, context=context[:1])
 
 
 @pytest.mark.parametrize("order", [{"causal": True}, {"theta": 1e4}, {"causal": True, "window": 2}], ids=str)
@@ -117,8 +119,10 @@ def test_contexts_that_do_not_fit_are_refused():
         layer(x, context=torch.randn(2, 7, 32))
     with pytest.raises(ShapeError, match="k_proj"):
         layer(x)
-    with pytest.raises(ShapeError, match="context is given, and the layer has no cross attention"):
+    with pytest.raises(ShapeError, match="context or its mask is given, and the layer has no cross attention"):
         fe.TransformerLayer(32, 48, 4, recipe="current")(x, context=x)
+    with pytest.raises(ShapeError, match="context or its mask is given, and the layer has no cross attention"):
+        fe.TransformerLayer(32, 48, 4, recipe="current")(x, context_mask=torch.ones(2, 5, dtype=torch.bool))
     with pytest.raises(ShapeError, match="context is missing"):
         fe.TransformerLayer(32, 48, 4, recipe="current", context_size=32)(x)
     with pytest.raises(UnknownName, match="placement of a layer with cross attention 'parallel'"):

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+from attention_models import Model, Plain, near, step, x_of
 from torch import nn
-from torch.nn import functional as F
 
 import fp8engine as fe
 from fp8engine.autograd.attention import Cache
@@ -19,52 +19,6 @@ from fp8engine.errors import AttentionWarning, ConversionError, StrictError, Unk
 from fp8engine.nn.fp8_attention import INTERVAL
 
 pytestmark = pytest.mark.filterwarnings("ignore::fp8engine.errors.EmulationWarning")
-
-
-class Plain(nn.Module):
-    """Attention of somebody's own block."""
-
-    def __init__(self, heads: int = 2, width: int = 64):
-        super().__init__()
-        self.heads = heads
-        self.qkv = nn.Linear(heads * width, 3 * heads * width)
-        self.out = nn.Linear(heads * width, heads * width)
-        self.options: dict[str, Any] = {"is_causal": True}
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x [batch, T, columns]."""
-        q, k, v = self.qkv(x).unflatten(-1, (3 * self.heads, -1)).transpose(1, 2).chunk(3, 1)
-        return self.out(F.scaled_dot_product_attention(q, k, v, **self.options).transpose(1, 2).flatten(2))
-
-
-class Model(nn.Module):
-    """Two blocks."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.first, self.second = Plain(), Plain()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x [batch, T, 128]."""
-        x = x + self.first(x)
-        return x + self.second(x)
-
-
-def x_of(rows: int = 70) -> torch.Tensor:
-    return torch.randn(2, rows, 128, generator=torch.Generator().manual_seed(1))
-
-
-def step(model: Any, x: torch.Tensor) -> list[torch.Tensor]:
-    """The output, and the gradient of each parameter."""
-    model.zero_grad()
-    y = model(x)
-    y.square().sum().backward()
-    return [y.detach(), *(p.grad.clone() for p in model.parameters())]
-
-
-def near(found: torch.Tensor, wanted: torch.Tensor) -> float:
-    return float((found - wanted).norm() / wanted.norm())
 
 
 def test_fe_attention_in_fp8_is_near_its_16_bits_and_is_reported():
@@ -142,7 +96,7 @@ def test_what_fp8_does_not_take_runs_in_16_bits_said_once(options: dict, why: st
     fe.revert(model)
     model.second.options, model.first.options = options, {"is_causal": True}
     fe.convert(model.bfloat16(), "current", attention="fp8")
-    vars(model.second)["softmax"].strict = True
+    model.second.fp8_softmax.strict = True
     with pytest.raises(StrictError, match=r"second: attention would run in 16 bits"):
         model(x_of().bfloat16())
 
@@ -161,7 +115,7 @@ def test_a_scale_that_is_not_positive_gives_what_torch_gives(scale: float):
 
 def test_strict_refuses_emulation():
     model: Any = fe.convert(Model(), "bf16", attention="fp8")
-    model.first.softmax.strict = True
+    model.first.fp8_softmax.strict = True
     with pytest.raises(StrictError, match=r"first: attention would be emulated, .*CPU has no FP8 Tensor Cores"):
         model(x_of())
 

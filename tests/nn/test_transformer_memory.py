@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 import fp8engine as fe
-from fp8engine.bench.networks import Block, Size
+from benchmarks.networks import Block, Size
 
 
 class Sizes(NamedTuple):

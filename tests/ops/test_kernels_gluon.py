@@ -1,8 +1,9 @@
-"""The warp-specialised fast matmul as machine code for sm_90, since nothing without such a card can run it.
+"""The warp-specialised matmul as machine code for sm_90, since nothing without such a card can run it.
 
-Each variant is compiled from its launcher's own launch.  Its order of barriers is read from the PTX, a letter each:
+Each variant is compiled from its launcher's own launch.  The order of barriers of its two consumers, one after the
+other, is read from the PTX, a letter each:
 
-    W  wgmma.wait_group      A  mbarrier.arrive: one thread speaks for all warps      B  barrier of the eight warps
+    W  wgmma.wait_group      A  mbarrier.arrive: one thread speaks for four warps      B  barrier of these warps
     R  TMA has read the staging buffer      X  write into it      F  fence towards TMA      S  TMA store
 """
 
@@ -16,10 +17,8 @@ from casts import E4M3, E5M2
 from triton import knobs
 
 from benchmarks.machine_code import offline, sass
-from fp8engine.kernels import gluon_ring
 from fp8engine.kernels import matmul as plain
 from fp8engine.kernels import matmul_gluon as gluon
-from fp8engine.kernels import matmul_gluon_scaled as gluon_scaled
 from fp8engine.kernels.tuning import Config
 from fp8engine.ops import triton_backend
 from fp8engine.ops.reference import Operand
@@ -27,23 +26,16 @@ from fp8engine.ops.reference.epilogue import Epilogue
 
 SHARED_MEMORY = 232_448  # bytes a program can have on sm_90: 227 KiB
 REGISTERS = 65_536  # of a multiprocessor
-WIDE = Config(128, 256, 128, group_m=8, warps=8, stages=4, parts=2, kernel="gluon")
-SQUARE = Config(128, 128, 128, group_m=8, warps=8, stages=4, parts=1, kernel="gluon")
+TILE = Config(128, 128, 128, group_m=8, warps=8, stages=5, parts=4, kernel="gluon")
 M, N, K = 4096, 4096, 4096
 BIAS_N = torch.empty(N, dtype=torch.bfloat16, device="meta")
-
-# name: configuration, by row, dtypes of a and b, epilogue
-VARIANTS = {
-    "fast": (WIDE, False, (E4M3, E4M3), Epilogue()),
-    "fast, rows, bias": (WIDE, True, (E4M3, E4M3), Epilogue(BIAS_N)),
-    "fast, E5M2, FP16": (WIDE, False, (E5M2, E4M3), Epilogue(out=torch.float16)),
-    "fast, 128x128": (SQUARE, False, (E4M3, E4M3), Epilogue(BIAS_N)),
-}
-LONGEST = 60  # SASS instructions of a main loop
+CONSUMERS = 2
+PRODUCTS = 5  # in a consumer's code: four that go together, and what is left of K, one by one
+WGMMAS = 128 // 32  # of a product: each multiplies 32 of K
 EVENTS = {
     "W": r"wgmma\.wait_group",
     "A": r"mbarrier\.arrive\.shared",
-    "B": r"bar\.sync\s+0, 256;",
+    "B": r"bar\.sync\s+\d+, 128;",
     "R": r"cp\.async\.bulk\.wait_group\.read",
     "X": r"stmatrix",
     "F": r"fence\.proxy\.async",
@@ -53,8 +45,27 @@ _compiled: dict[str, offline.Compiled] = {}
 
 
 def operand(rows: int, dtype=E4M3, by_row: bool = False, k: int = K) -> Operand:
+    """With one scale, or one a row."""
     scale = torch.empty((rows, 1) if by_row else (), device="meta")
     return Operand(torch.empty(rows, k, dtype=dtype, device="meta"), scale)
+
+
+def in_groups(rows: int, height: int, cols: int = 128) -> Operand:
+    """With a scale per `height` rows and `cols` of K; those of one group of K lie beside one another."""
+    scale = torch.empty(K // cols, -(-rows // height), device="meta").t()
+    return Operand(torch.empty(rows, K, dtype=E4M3, device="meta"), scale, height, cols)
+
+
+VARIANTS = {  # name: a, b, epilogue
+    "promoted": (operand(M), operand(N), Epilogue()),
+    "promoted, E5M2, rows, bias, FP16": (
+        operand(M, E5M2, by_row=True),
+        operand(N, by_row=True),
+        Epilogue(BIAS_N, out=torch.float16),
+    ),
+    "1x128 by 128x128": (in_groups(M, 1), in_groups(N, 128), Epilogue(BIAS_N)),
+    "1x128 by 1x128": (in_groups(M, 1), in_groups(N, 1), Epilogue()),
+}
 
 
 @pytest.fixture(params=VARIANTS)
@@ -62,11 +73,10 @@ def variant(request) -> tuple[str, offline.Compiled]:
     """A variant's name and machine code, made once."""
     name = request.param
     if name not in _compiled:
-        config, by_row, (dtype_a, dtype_b), epilogue = VARIANTS[name]
-        a, b = operand(M, dtype_a, by_row), operand(N, dtype_b, by_row)
-        assert gluon.unsupported(a, b, epilogue) is None
+        a, b, epilogue = VARIANTS[name]
+        assert gluon.unsupported(a, b, epilogue, TILE) is None
         with offline.caught(90) as launches:
-            y_MN = gluon.matmul_gluon(a, b, epilogue, config)
+            y_MN = gluon.matmul_gluon(a, b, epilogue, TILE)
         assert (y_MN.shape, y_MN.dtype) == ((M, N), epilogue.out)
         _compiled[name] = launches[0].compile()
     return name, _compiled[name]
@@ -87,26 +97,23 @@ def test_fits_the_card(variant):
 
 
 def test_the_main_loop_is_wgmma_that_is_not_serialized(variant):
-    name, code = variant
-    config, *_ = VARIANTS[name]
+    _, code = variant
     loop = sass.main_loop(code.sass)
     assert not code.serialized, code.notes
-    assert loop.shapes == (f"QGMMA.64x{config.block_n}x32",)
-    assert loop.products == config.block_k // 32
-    assert loop.length <= LONGEST
+    assert loop.shapes == ("QGMMA.64x128x32",)
+    assert loop.products == (PRODUCTS - 1) * WGMMAS
 
 
 def test_warps_deal_their_registers(variant):
     _, code = variant
     given = set(re.findall(r"setmaxnreg\.\w+\.sync\.aligned\.u32\s+(\d+)", code.ptx))
-    assert given == {"24", "240"}
+    assert given >= {"24", "240"}
     assert REGISTERS >= 32 * (8 * 240 + 4 * 24)  # the producer's warp is one of a warpgroup's four
     assert code.warps == 12
 
 
 def test_operands_and_results_travel_by_tma_alone(variant):
     name, code = variant
-    config, *_ = VARIANTS[name]
     kinds = sass.accesses(code.ptx)
     assert any(re.match(r"cp\.async\.bulk\.tensor\.2d\.shared::\w+\.global", kind) for kind in kinds)
     assert any(re.match(r"cp\.async\.bulk\.tensor\.2d\.global\.shared", kind) for kind in kinds)
@@ -114,30 +121,31 @@ def test_operands_and_results_travel_by_tma_alone(variant):
     # scales and bias, two columns at most to a load: of a tile's operands a thread would read 16 bytes at once
     assert {kind for kind in kinds if kind.startswith("ld.global")} <= {"ld.global.b32", "ld.global.v2.b32"}
     expected = re.findall(r"arrive\.expect_tx\S* _, \[%r\d+\], (\d+)", code.ptx)
-    assert expected == [str((config.block_m + config.block_n) * config.block_k)]
+    scale = 4 if name == "1x128 by 1x128" else 0  # bytes a row, which come with the tiles
+    assert expected == [str((TILE.block_m + TILE.block_n) * (TILE.block_k + scale))]
 
 
 def test_a_slot_is_given_back_after_all_warps_products(variant):
     _, code = variant
     order = re.sub("[^WAB]", "", events(code.ptx))
-    assert order.count("A") == 2  # in the loop, and after it
+    assert order.count("A") == CONSUMERS * PRODUCTS
     assert len(re.findall("WBA", order)) == order.count("A")
 
 
 def test_a_staged_piece_is_read_before_the_next_and_fenced(variant):
-    name, code = variant
-    config, *_ = VARIANTS[name]
+    _, code = variant
     order = re.sub("[WA]", "", events(code.ptx))
-    assert order.count("S") == config.parts
-    assert len(re.findall("RBX+FBS", order)) == config.parts
+    assert order.count("S") == CONSUMERS * TILE.parts
+    assert len(re.findall("RBX+FBS", order)) == order.count("S")
     assert order.rstrip("B").endswith("R")  # shared memory is kept until TMA has read the last piece
 
 
-def test_a_sum_begins_anew(variant):
-    """The first wgmma of a sum must not read the accumulator: a predicate in the loop."""
+def test_a_product_begins_anew(variant):
+    """Its first wgmma must not read the accumulator: a predicate that is false."""
     _, code = variant
-    products = [line for line in code.sass.splitlines() if "QGMMA" in line]
-    assert sum(re.search(r"R\d+, U?P\d", line) is not None for line in products) == len(products) // 4 == 1
+    lines = [line for line in code.sass.splitlines() if "QGMMA" in line]
+    assert len(lines) == CONSUMERS * PRODUCTS * WGMMAS
+    assert sum("RZ, !UPT" in line for line in lines) == CONSUMERS * PRODUCTS
 
 
 GOOD = operand(M)
@@ -150,29 +158,28 @@ REASONS = {
     "a is not": [(operand(M, k=K + 1), GOOD, Epilogue()), (GOOD._replace(data=GOOD.data.t()), GOOD, Epilogue())],
     "b is not": [(GOOD, GOOD._replace(data=GOOD.data[:, 1:]), Epilogue())],
     "rows of the result, 4100": [(GOOD, operand(4100), Epilogue())],
-    "the result is not of 16 bits": [
-        (GOOD, GOOD, Epilogue(out=torch.float32)),
-        (GOOD, GOOD, Epilogue(out=E4M3, scale=torch.empty(1, device="meta"))),
-    ],
-    "activation relu": [(GOOD, GOOD, Epilogue(activation="relu"))],
-    "a scale": [(GOOD, GOOD, Epilogue(scale=torch.empty(1, device="meta")))],
-    "statistics": [
-        (GOOD, GOOD, Epilogue(amax=torch.empty(1, device="meta"))),
-        (GOOD, GOOD, Epilogue(counts=torch.empty(2, device="meta"))),
-    ],
+    "a result that is added to": [(GOOD, GOOD, Epilogue(out=torch.float32, into=torch.empty(M, M, device="meta")))],
+    "groups of 64 along K": [(in_groups(M, 1, 64), in_groups(N, 64, 64), Epilogue())],
+    "blocks of 64 rows of b": [(in_groups(M, 1), in_groups(N, 64), Epilogue())],
+    "scales of rows are not": [(in_groups(M, 1), in_groups(4002, 1), Epilogue(out=torch.float64))],
 }
 
 
 @pytest.mark.parametrize("reason", REASONS)
 def test_what_is_unsupported_says_why(reason):
     for a, b, epilogue in REASONS[reason]:
-        assert str(gluon.unsupported(a, b, epilogue)).startswith(reason)
+        assert str(gluon.unsupported(a, b, epilogue, TILE)).startswith(reason)
+
+
+def test_tiles_of_another_size_are_unsupported():
+    found = gluon.unsupported(GOOD, GOOD, Epilogue(), TILE._replace(block_n=256))
+    assert str(found).startswith("tiles are (128, 128, 128)")
 
 
 def test_ragged_shapes_and_padded_rows_are_supported():
     padded = operand(100, k=128)
     padded = padded._replace(data=padded.data[:, :100])  # K = 100 in rows of 128: TMA fills with zeros
-    assert gluon.unsupported(padded, operand(8)._replace(data=padded.data[:8]), Epilogue()) is None
+    assert gluon.unsupported(padded, operand(8)._replace(data=padded.data[:8]), Epilogue(), TILE) is None
 
 
 @pytest.mark.parametrize(("setting", "used"), [("0", False), ("1", True), (None, True)])
@@ -189,46 +196,33 @@ def test_a_setting_leaves_everything_to_plain_triton(monkeypatch, setting: str |
     assert told == [used]
 
 
-@pytest.mark.parametrize("scale", [torch.ones(()), torch.ones(64, 1)])
-def test_without_gluon_a_launcher_runs_its_own_kernel(monkeypatch, scale):
-    a, b = (Operand(torch.empty(64, 64, dtype=E4M3, device="meta"), scale, 1, 64) for _ in "ab")
-
-    class Own(Exception):
-        pass
-
-    def own(*sizes):
-        raise Own
-
-    monkeypatch.setattr(plain, "sums_of", own)
-    monkeypatch.setattr(gluon_scaled, "unsupported", lambda *given: None)
-    monkeypatch.setattr(gluon, "unsupported", lambda *given: None)
-    config = Config(128, 128, 128, kernel="gluon")
-    with pytest.raises(Own):
-        plain.matmul_fp8(a, b, Epilogue(), config=config, gluon=False)
-
-
-def test_a_result_that_is_added_to_is_left_to_plain_triton(monkeypatch):
-    a, b = (Operand(torch.empty(64, 64, dtype=E4M3, device="meta"), torch.ones(()), -1, -1) for _ in "ab")
-    monkeypatch.setattr(gluon_ring, "capability", lambda where: (9, 0))
-    into = torch.empty(64, 64, device="meta")
-    assert "added to" in str(gluon_ring.unsupported(a, b, Epilogue(out=torch.float32, into=into)))
+@pytest.mark.parametrize(
+    ("sums", "allowed", "runs"),
+    [("promoted", True, "Gluon"), ("scaled", True, "Gluon"), ("promoted", False, "Triton"), ("kept", True, "Triton")],
+)
+def test_which_kernel_a_configuration_of_gluon_runs(monkeypatch, sums: str, allowed: bool, runs: str):
+    """Triton's where Gluon is switched off, and for sums that are not promoted, which Gluon's has no way to keep."""
+    a, b = (in_groups(M, 1), in_groups(N, 128)) if sums == "scaled" else (GOOD, GOOD)
+    monkeypatch.setattr(plain, "_launch", lambda *given: "Triton")
+    monkeypatch.setattr(gluon, "matmul_gluon", lambda *given: "Gluon")
+    assert plain.matmul_fp8(a, b, Epilogue(), sums == "promoted", TILE, allowed) == runs
 
 
 def test_only_hopper_is_supported(monkeypatch):
     for capability, reason in {(8, 9): "sm_89", (10, 0): "sm_100", (12, 0): "sm_120"}.items():
-        monkeypatch.setattr(gluon_ring, "capability", lambda where, capability=capability: capability)
-        assert str(gluon.unsupported(GOOD, GOOD, Epilogue())).endswith(reason)
+        monkeypatch.setattr(gluon, "capability", lambda where, capability=capability: capability)
+        assert str(gluon.unsupported(GOOD, GOOD, Epilogue(), TILE)).endswith(reason)
 
 
 def test_the_interpreter_is_not_supported():
     with knobs.runtime.scope():
         knobs.runtime.interpret = True
-        assert gluon.unsupported(GOOD, GOOD, Epilogue()) == "Gluon has no interpreter"
+        assert gluon.unsupported(GOOD, GOOD, Epilogue(), TILE) == "Gluon has no interpreter"
 
 
 def test_one_stage_is_refused():
     with offline.caught(90) as launches:
-        gluon.matmul_gluon(GOOD, GOOD, Epilogue(), SQUARE._replace(stages=1))
+        gluon.matmul_gluon(GOOD, GOOD, Epilogue(), TILE._replace(stages=1))
     with pytest.raises(Exception, match="two products are in flight"):
         launches[0].compile()
 

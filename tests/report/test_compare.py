@@ -18,8 +18,9 @@ from torch.nn import functional as F
 
 import fp8engine as fe
 from fp8engine.errors import ConversionError, UnknownName
-from fp8engine.report.compare import Estimate, compare_recipes, show
+from fp8engine.report.compare import compare_recipes, show
 from fp8engine.report.compare.batches import BYTES, NOTHING, Batch, Tokens, batches, task_of
+from fp8engine.report.compare.scores import Estimate
 
 IDS = [[5, 9, 33, 2, 7], [1, 60, 3, 3, 20, 11, 8, 40, 4], [17, 2, 50], [6, 30, 31]]
 TOKENS = Tokens(lambda text: [], pad=0, mask=63)

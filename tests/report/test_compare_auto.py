@@ -14,9 +14,10 @@ from torch import nn
 from torch.nn import functional as F
 
 import fp8engine as fe
-from fp8engine.report.compare import Comparison, RecipeResult, compare_recipes, run_training_steps
+from fp8engine.report.compare import Comparison, compare_recipes, run_training_steps
 from fp8engine.report.compare.batches import BYTES, batches
-from fp8engine.report.compare.chosen import chosen
+from fp8engine.report.compare.result import RecipeResult
+from fp8engine.report.compare.run import chosen
 from fp8engine.report.compare.show import choices
 from fp8engine.report.state import controllers_of
 from fp8engine.scaling.choice import begin

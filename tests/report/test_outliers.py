@@ -16,7 +16,7 @@ from torch import nn
 import fp8engine as fe
 from fp8engine.auto import Alarm
 from fp8engine.auto.history import History, Sample, Samples
-from fp8engine.report.outliers import ABOVE, standing
+from fp8engine.report.facts import ABOVE, standing
 from fp8engine.report.page import page
 from fp8engine.report.state import controllers_of
 

@@ -180,14 +180,14 @@ def test_the_loss_curve_has_every_step_in_place():
     losses = [4.0, 3.0, math.nan, 2.0, 1.0]
     curve = loss_curve(losses, {1: 12, 99: 1})
     assert curve is not None
-    raw = curve.raw
+    raw = curve["raw"]
     points = [tuple(map(float, pair)) for pair in re.findall(r"([\d.]+) ([\d.]+)", raw)]
     assert raw.count("M") == 2
     assert [x for x, _ in points] == pytest.approx([46, 46 + 944 / 4, 46 + 3 * 944 / 4, 990])
     ys = [y for _, y in points]
     assert ys == sorted(ys)
     assert ys[1] - ys[0] == pytest.approx(ys[3] - ys[2], abs=0.11)  # equal falls, to a tenth of a unit
-    assert curve.marks == [(46 + 944 / 4, 1, 12)]
+    assert curve["marks"] == [(46 + 944 / 4, 1, 12)]
     changed = [{"step": 1, "slot": f"{i}.input", "before": "E4M3", "after": "E5M2", "why": ""} for i in range(12)]
     report = replace(fe.inspect(nn.Linear(2, 2)), decisions=[each | {"sqnr_db": 20.0} for each in changed])
     drawn = page(report, losses)

@@ -15,9 +15,8 @@ import fp8engine as fe
 from fp8engine.auto import Alarm
 from fp8engine.auto.history import History, Sample, Samples
 from fp8engine.report import flow
-from fp8engine.report.outliers import standing
-from fp8engine.report.page import page
-from fp8engine.report.page.words import WORDS, explained
+from fp8engine.report.facts import standing
+from fp8engine.report.page import WORDS, explained, page
 
 ROOT = Path(__file__).parents[2]
 SENTENCE = "dgrad, the rows' 10th percentile: predicted SQNR {} dB where 31.9 dB can be had"

@@ -90,6 +90,27 @@ def test_experts_of_a_class_with_names_of_its_own_count_as_many_times_as_a_token
     assert planned["totals"]["fp8_flops_share"] == report.totals["fp8_flops_share"]
 
 
+def test_experts_that_lie_one_after_the_other_in_a_matrix_are_counted():
+    """DBRX's: w1, v1 and w2 are [experts * F, K]; each of 4 tokens passes 2 of 4, and q, k, v and o are in FP8."""
+    attention = {"kv_n_heads": 1, "rope_theta": 1e4, "clip_qkv": 8.0}
+    ffn = {"ffn_hidden_size": 48, "moe_num_experts": 4, "moe_top_k": 2, "hidden_size": 32}
+    config = hf.DbrxConfig(d_model=32, n_heads=2, n_layers=1, vocab_size=64, attn_config=attention, ffn_config=ffn)
+    model = hf.DbrxForCausalLM(config)
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.1)  # transformers leaves the experts' as they come
+    converted(model, "current")
+    model(torch.arange(4)[None])
+    report = fe.inspect(model)
+    fp8 = 64 * 32 + 32 * 32  # Wqkv, whose k and v have 16 rows each; out_proj
+    whole = fp8 + 2 * 3 * 48 * 32 + 4 * 32 + 64 * 32  # experts, router, lm_head
+    assert report.totals["fp8_flops_share"] == pytest.approx(fp8 / whole)
+    rows = [layer for layer in report.layers if layer["kind"] == "DbrxExpertGLU"]
+    assert [(row["shape"], row["experts"]) for row in rows] == [([4, 48, 32], [2, 4])] * 3
+    assert "one after the other in a 2-D parameter; 2 of 4 a token" in rows[0]["reason"]
+    planned = describe(model, plan(fe.revert(model), "current"))
+    assert planned["totals"]["fp8_flops_share"] == report.totals["fp8_flops_share"]
+
+
 @pytest.mark.parametrize("groups", [1, 2])
 def test_a_token_passes_all_matrices_of_a_layer_of_groups(groups: int):
     """ConvBERT's are no nn.Linear; each of 2 multiplies half of the features by a quarter of a whole weight."""
@@ -359,3 +380,16 @@ def test_a_report_is_plain_data_that_a_process_without_the_model_reads():
     ran = subprocess.run([sys.executable, "-c", code], input=pickled, capture_output=True, check=True)
     assert ran.stdout.decode() == report.table(100)
     assert len(report.auto.samples) == 3 * len(report.layers)
+
+
+@pytest.mark.parametrize("recipe", ["current", "rowwise", "delayed"])
+def test_a_frozen_weight_whose_copy_is_read_again_has_its_amax(recipe: str):
+    """Nothing is cast in the later steps; the largest finite magnitude of the weight stands in the report anyway."""
+    model = nn.Linear(32, 16)
+    model.weight.requires_grad_(False)
+    model.weight.data[0, :2] = torch.tensor([-7.0, float("inf")])
+    model = converted(nn.Sequential(model), recipe)
+    for _ in range(4):
+        model(torch.randn(4, 32, requires_grad=True)).sum().backward()
+    (layer,) = fe.inspect(model).layers
+    assert (layer["kept_why"], layer["weight"]["amax"]) == ("frozen", 7.0)

@@ -125,6 +125,13 @@ def test_siblings_share_one_cast_and_nothing_outlives_the_forward(casts):
     assert casts.count(("quantize", (6, WIDTH))) == 4, "outside of a forward of the root each layer casts for itself"
 
 
+def test_siblings_count_an_empty_batch_alike():
+    """As each of them does where it casts alone: a cast of nothing is not counted."""
+    model = converted(Attention(), "delayed")
+    model(torch.ones(0, WIDTH, requires_grad=True)).sum().backward()
+    assert not state_of(model).counts_CS[:, ::3].any()  # of inputs
+
+
 @pytest.mark.parametrize("exact", EXACT_SCALES)
 def test_siblings_share_no_cast_whose_scales_are_rounded_otherwise(exact: fe.Recipe, casts):
     x, named = torch.randn(6, WIDTH), exact.name.removesuffix("_exact")

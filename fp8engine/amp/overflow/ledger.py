@@ -15,15 +15,14 @@ weight that is NaN or Inf in the next pass tells that nobody skipped the step, a
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 import torch
 
-from fp8engine.amp.overflow.finding import Finding
-from fp8engine.amp.overflow.locate import inside
+from fp8engine.amp.overflow.locate import Seen, inside
 from fp8engine.amp.overflow.recorder import SHARE_A_BACKWARD
-from fp8engine.amp.overflow.trace import Event
+from fp8engine.amp.overflow.report import Finding
+from fp8engine.amp.overflow.trace import Batch, Event
 
 GROWN = 2  # once is an outlier among the batches, which every scaler lives with
 NOISE = 4.0  # between the scales at which batches of one training overflow
@@ -61,21 +60,22 @@ class Ledger:
         self._latest: list[Entry] = []  # of the last batch in which something overflowed
         self._latest_gradient: Event | None = None  # of the step under way
         self._finite = True  # whether all gradients of that step are, where its backwards end
-        self._passing: list[float] = []  # scales at which steps of the batch that is being read have passed
 
-    def enter(self, findings: Iterable[Finding], guess: Finding | None) -> bool:
-        """Enter what was found in the batch just read; returns whether an overflow came whose op is to be found.
-
-        guess: what would have been found of its gradients without their ops.
-        """
-        entries = [self._enter(finding, guess) for finding in findings]
+    def enter(self, batch: Batch, seen: Seen) -> bool:
+        """Enter what was found in a batch; returns whether an overflow came whose op is to be found."""
+        passed = self._passed_steps(batch)
+        entries = [self._enter(finding, seen.guess) for finding in seen.found]
         if any(entry.finding.operand == "weight" for entry in entries):
             for entry in self._latest:
                 if entry.finding.backward and entry.finding.loss_scale is None:
                     entry.finding = replace(entry.finding, guilty=True)
         self._latest = entries or self._latest
-        while self._passing:
-            self._pass(self._passing.pop(0))
+        for scale in passed:
+            self._counted = False
+            self._cure, self._passed = min(scale, self._cure or scale), max(scale, self._passed)
+            for entry in self.entries:
+                if not entry.finding.guilty and entry.finding.cured_by is None:
+                    entry.finding = replace(entry.finding, cured_by=scale)
         return any(entry.unexplained for entry in entries)
 
     def _enter(self, finding: Finding, guess: Finding | None) -> Entry:
@@ -126,21 +126,16 @@ class Ledger:
             entry.grown += 1
         return scale < 1 or (wide and scale <= HIGHEST) or entry.grown >= GROWN
 
-    def read(self, event: Event) -> None:
-        """Take in one event; they tell whether the step under way has passed, once the scaler has counted it."""
-        before = self._latest_gradient
-        if event.arrived:
-            self._finite = event.reading.finite and (self._finite or before is None)
-            self._latest_gradient = event
-        elif event.kind == "scale" and before is not None and event.step > before.step:
-            self._latest_gradient = None
-            if self._finite and before.loss_scale is not None and before.loss_scale >= 1:
-                self._passing.append(before.loss_scale)
-
-    def _pass(self, scale: float) -> None:
-        """A step has passed at this scale."""
-        self._counted = False
-        self._cure, self._passed = min(scale, self._cure or scale), max(scale, self._passed)
-        for entry in self.entries:
-            if not entry.finding.guilty and entry.finding.cured_by is None:
-                entry.finding = replace(entry.finding, cured_by=scale)
+    def _passed_steps(self, batch: Batch) -> list[float]:
+        """The scales at which steps have passed, as the scaler counted them in this batch."""
+        passed = []
+        for event in batch.events:
+            before = self._latest_gradient
+            if event.arrived:
+                self._finite = event.reading.finite and (self._finite or before is None)
+                self._latest_gradient = event
+            elif event.kind == "scale" and before is not None and event.step > before.step:
+                self._latest_gradient = None
+                if self._finite and before.loss_scale is not None and before.loss_scale >= 1:
+                    passed.append(before.loss_scale)
+        return passed

@@ -24,8 +24,8 @@ from typing import Any
 
 from torch import nn
 
-from fp8engine.amp.overflow.finding import Finding
 from fp8engine.amp.overflow.reading import Reading, largest
+from fp8engine.amp.overflow.report import Finding
 from fp8engine.amp.overflow.trace import Batch, Call, Event
 
 
@@ -33,15 +33,14 @@ from fp8engine.amp.overflow.trace import Batch, Call, Event
 class Seen:
     """What a batch has shown so far.
 
-    found: in the forward.  ops: what ops of its forward made.  making, masking: calls with such an op, or with a mask,
-    inside.  suspects: events of -Inf alone, of which nothing finite has come yet.  overflowed: calls with an overflow
-    inside.  bad: readings.  bad_weights: layers that hold one.  nodes: that made a bad gradient.  hidden: those of them
-    whose bad gradient another node took and gave good ones.  guess: of the first bad gradient of a tensor.  last_good:
-    the gradient before it.  given: modules whose grad_output was finite before it.  weights: those whose gradient
-    became bad.  spoils: whether a bad gradient has arrived where the backward ends; None while none was read there.
+    found: its findings, first in time first.  guess: what its gradients would have shown without their ops.
+    ops: events of ops of the forward that made NaN or Inf, whether it did harm or not.  making, masking: calls with
+    such an op, or with a mask, inside.  suspects: events of -Inf alone, of which nothing finite has come yet.
+    overflowed: calls with an overflow inside.  bad: readings of the forward.  bad_weights: layers that hold one.
     """
 
     found: list[Finding] = field(default_factory=list)
+    guess: Finding | None = None
     ops: list[Event] = field(default_factory=list)
     making: set[Call] = field(default_factory=set)
     masking: set[Call] = field(default_factory=set)
@@ -49,25 +48,17 @@ class Seen:
     overflowed: set[Call] = field(default_factory=set)
     bad: set[Reading] = field(default_factory=set)
     bad_weights: list[str] = field(default_factory=list)
-    nodes: list[Finding] = field(default_factory=list)
-    hidden: list[Finding] = field(default_factory=list)
-    guess: Finding | None = None
-    last_good: Event | None = None
-    given: dict[str, None] = field(default_factory=dict)
-    weights: list[Event] = field(default_factory=list)
-    spoils: bool | None = None
 
 
 class Locator:
     """Turns batches into findings; remembers the weights it has named and the masks it has seen made.
 
-    `begin` a batch, `read` its events in order of time, `end` it.  seen: what they have shown.  layers: the modules by
-    name.  compiled: the names of those whose parts cannot be seen.
+    layers: the modules by name.  compiled: the names of those whose parts cannot be seen.
     """
 
     def __init__(self, layers: dict[str, nn.Module], compiled: set[str]):
         self._layers, self._compiled = layers, compiled
-        self.seen = Seen()
+        self._seen = Seen()
         self._named: set[str] = set()  # weights
         self._stale: set[str] = set()  # parameters whose gradient was bad before: accumulating leaves it so
         self._masks: set[str] = set()  # modules that were seen to put in -Inf on purpose
@@ -78,54 +69,36 @@ class Locator:
         """Whether some -Inf may be a mask or an overflow, which a pass watched op by op will tell."""
         return bool(self._maybe_masks - self._masks)
 
-    def begin(self, batch: Batch) -> None:
-        """Forget what the batch before has shown."""
-        self.seen = Seen()
-        self._stale -= batch.without_gradient
-
-    def read(self, event: Event) -> None:
-        """Take in one event."""
-        seen = self.seen
-        if event.arrived:
-            seen.spoils = bool(seen.spoils) or not event.reading.finite
-        if event.kind in ("weight", "buffer"):
-            seen.found += self._weight(event, seen)
-        elif event.kind == "op":
-            seen.ops.append(event)
-            seen.making.update(event.around())
-        elif event.kind == "mask":
-            seen.masking.update(event.around())
-        elif event.kind in ("input", "output"):
-            for overflow in self._overflows(event, seen):
-                seen.found += self._forward(overflow, seen)
-        elif event.kind in ("grad_weight", "grad_before"):
-            self._weight_gradient(event, seen)
-        elif event.kind == "node" and (seen.guess is None or seen.nodes or seen.hidden):
-            seen.nodes.append(_found_op(event, event))
-        elif event.kind == "hidden" and seen.nodes:
-            seen.hidden.append(seen.nodes.pop())
-        elif event.kind in ("grad_output", "grad_input"):
-            self._gradient(event, seen)
-
-    def end(self) -> list[Finding]:
-        """The findings of the batch, the first in time first."""
-        seen = self.seen
+    def locate(self, batch: Batch) -> Seen:
+        """What a batch shows, its readings in numbers."""
+        seen = self._seen = Seen()
+        for event in batch.events:
+            if event.kind in ("weight", "buffer"):
+                self._weight(event)
+            elif event.kind == "op":
+                seen.ops.append(event)
+                seen.making.update(event.around())
+            elif event.kind == "mask":
+                seen.masking.update(event.around())
+            elif event.kind in ("input", "output"):
+                for overflow in self._overflows(event):
+                    self._name_maker(overflow)
+        made, guess = self._backward(batch)
         # After a forward gone bad its gradients are bad too, which is no overflow of their own.
-        if seen.bad or seen.bad_weights or seen.spoils is False:
-            seen.guess = None
-            return seen.found
-        node = next(iter([*seen.nodes, *seen.hidden]), None)
-        seen.guess = self._first_gradient(seen) or (node if seen.spoils else None)
-        return [*seen.found, node or seen.guess] if seen.guess else seen.found
+        if guess is not None and not seen.bad and not seen.bad_weights:
+            seen.found.append(made or guess)
+            seen.guess = guess
+        return seen
 
-    def _weight(self, event: Event, seen: Seen) -> list[Finding]:
-        if event.reading.finite or (event.kind == "buffer" and event.reading.masked):
-            return []
-        new = not seen.bad_weights and event.name not in self._named
+    def _weight(self, event: Event) -> None:
+        seen = self._seen
+        if event.reading.finite or (event.kind == "buffer" and event.reading.holds == "-Inf"):
+            return
         layer = self._owner(event)
+        if not seen.bad_weights and event.name not in self._named:
+            seen.found.append(_finding(event, layer, "weight", parameter=event.name))
         self._named.add(event.name)
         seen.bad_weights.append(layer)
-        return [_finding(event, layer, "weight", parameter=event.name)] if new else []
 
     def _owner(self, parameter: Event) -> str:
         """The module that holds a parameter."""
@@ -138,24 +111,24 @@ class Locator:
         """Whether a module has no parts."""
         return not list(self._layers[layer].children())
 
-    def _overflows(self, event: Event, seen: Seen) -> list[Event]:
+    def _overflows(self, event: Event) -> list[Event]:
         """The event if it is overflow rather than a mask, after those of -Inf that led to it."""
-        reading, call, maker = event.reading, event.call, event.maker
+        seen, holds, call, maker = self._seen, event.reading.holds, event.call, event.maker
         if call is None or maker is None:
-            return [event] if reading.bad else []
-        if reading.finite:
+            return [event] if event.reading.bad else []
+        if not holds:
             seen.suspects = [one for one in seen.suspects if not _leads(one, maker)]
             return []
         if maker in seen.overflowed or not seen.bad.isdisjoint(maker.inputs):  # it passes on what was found
             return [event]
-        if call.opwise and not reading.nan:
+        if call.opwise and holds != "NaN":
             if maker in seen.making:
                 return [event]
-            if reading.masked or maker in seen.masking:
+            if holds == "-Inf" or maker in seen.masking:
                 self._masks.add(maker.name)
                 return []
-        if not reading.masked:
-            return [*self._led_to(event, seen), event]
+        if holds != "-Inf":
+            return [*self._led_to(event), event]
         passed_on = event.kind == "input" or any(given.inf for given in call.inputs)
         if not passed_on and type(call.module).__module__.startswith("torch.nn.modules") and self._is_leaf(call.name):
             return [event]
@@ -164,10 +137,10 @@ class Locator:
             self._maybe_masks.add(call.name)
         return []
 
-    def _led_to(self, event: Event, seen: Seen) -> list[Event]:
+    def _led_to(self, event: Event) -> list[Event]:
         """The -Inf that a bad event comes of, from the layer that made it of finite numbers; none if that is a mask."""
         calls, led = [event.maker], []
-        for one in reversed(seen.suspects):
+        for one in reversed(self._seen.suspects):
             if any(call and _leads(one, call) for call in calls):
                 calls.append(one.maker)
                 led.append(one)
@@ -178,54 +151,78 @@ class Locator:
     def _may_overflow(self, event: Event) -> bool:
         """Whether the maker of -Inf was given finite numbers, of which it can have made it, and no mask."""
         call = event.call
-        return (
-            call is not None
-            and event.kind == "output"
-            and call.name not in self._masks
-            and any(given.taken for given in call.inputs)
-            and not any(given.inf for given in call.inputs)
-        )
+        if call is None or event.kind != "output" or call.name in self._masks:
+            return False
+        return any(given.taken for given in call.inputs) and not any(given.inf for given in call.inputs)
 
-    def _forward(self, event: Event, seen: Seen) -> list[Finding]:
-        culprit = event.maker
+    def _name_maker(self, event: Event) -> None:
+        """Add the finding of an overflow, if its maker was given nothing bad and nothing in it was found before."""
+        seen, culprit = self._seen, event.maker
         known = culprit in seen.overflowed if culprit else bool(seen.overflowed)
         seen.overflowed.update(event.around())
         seen.bad.add(event.reading)
         if known or any(inside(layer, culprit.name if culprit else "") for layer in seen.bad_weights):
-            return []
-        if culprit is None:
-            return [_finding(event, "", "input")]
-        if any(reading.bad or reading in seen.bad for reading in culprit.inputs):
-            return []
-        made = [op for op in seen.ops if op.call is culprit]
-        if not made:
-            return [_finding(event, culprit.name, "output", input_amax=largest(culprit.inputs))]
-        return [_found_op(event, next((op for op in made if op.reading.bad), made[0]))]
-
-    def _weight_gradient(self, event: Event, seen: Seen) -> None:
-        stale = event.kind == "grad_before" or event.name in self._stale
-        (self._stale.discard if event.reading.finite else self._stale.add)(event.name)
-        if not stale and not event.reading.finite:
-            seen.weights.append(event)
-
-    def _gradient(self, event: Event, seen: Seen) -> None:
-        """A gradient of a tensor."""
-        if seen.guess is not None:
             return
-        if not event.reading.finite:
-            seen.guess = _guess(event, seen.last_good or event)
-        elif event.kind == "grad_output":
-            seen.given.setdefault(event.name)
-        seen.last_good = event
+        if culprit is None:
+            seen.found.append(_finding(event, "", "input"))
+        elif not any(reading.bad or reading in seen.bad for reading in culprit.inputs):
+            made = [op for op in seen.ops if op.call is culprit]
+            if made:
+                op = next((op for op in made if op.reading.bad), made[0])
+                seen.found.append(_finding(event, culprit.name, **op.made))
+            else:
+                seen.found.append(_finding(event, culprit.name, "output", input_amax=largest(culprit.inputs)))
 
-    def _first_gradient(self, seen: Seen) -> Finding | None:
+    def _backward(self, batch: Batch) -> tuple[Finding | None, Finding | None]:
+        """What a node is known to have made, and what is guessed without it; of a batch whose forward was finite.
+
+        Both None where every gradient that arrived at the end of a backward is finite.
+        """
+        bad_weights = self._new_in_weights(batch)
+        arrived = [event.reading.finite for event in batch.events if event.arrived]
+        if arrived and all(arrived):
+            return None, None
+        tensors = [event for event in batch.events if event.kind in ("grad_output", "grad_input")]
+        first = next((n for n, event in enumerate(tensors) if not event.reading.finite), len(tensors))
+        bad, good = tensors[first] if first < len(tensors) else None, tensors[:first]
+        nodes, hidden = [], []  # that made a bad gradient; those of them whose one another took and gave good ones
+        for event in batch.events:
+            if event is bad and not nodes and not hidden:
+                break
+            if event.kind == "node":
+                nodes.append(event)
+            elif event.kind == "hidden" and nodes:
+                hidden.append(nodes.pop())
+        made = next((_finding(node, node.name, **node.made) for node in (*nodes, *hidden)), None)
+        guess = self._guess_of_weights(bad_weights, good, bad) or (made if arrived else None)
+        return made, guess
+
+    def _new_in_weights(self, batch: Batch) -> list[Event]:
+        """The gradients of weights that became bad in this batch."""
+        new: list[Event] = []
+        self._stale -= batch.without_gradient
+        for event in batch.events:
+            if event.kind in ("grad_weight", "grad_before"):
+                if not event.reading.finite and event.kind == "grad_weight" and event.name not in self._stale:
+                    new.append(event)
+                (self._stale.discard if event.reading.finite else self._stale.add)(event.name)
+        return new
+
+    def _guess_of_weights(self, weights: list[Event], good: list[Event], bad: Event | None) -> Finding | None:
+        """good: gradients of tensors before the first bad one.  weights: bad gradients of weights."""
         # Gradients of weights are read when the whole backward has ended, so time does not order them: a layer that was
         # given a finite gradient made its own weight's.
-        first_of = {self._owner(event): event for event in reversed(seen.weights)}
-        for layer in seen.given:
+        first_of = {self._owner(event): event for event in reversed(weights)}
+        for layer in dict.fromkeys(event.name for event in good if event.kind == "grad_output"):
             if layer in first_of and self._is_leaf(layer):
                 return self._of_weight(first_of[layer])
-        return self._of_weight(seen.weights[0]) if seen.guess is None and seen.weights else seen.guess
+        if bad is None:
+            return self._of_weight(weights[0]) if weights else None
+        if bad.source is not None and bad.source.returned:
+            return _finding(bad, None, "grad_output")
+        # Of the module whose gradient was the last good one, or of the forward around it.
+        near = good[-1] if good else bad
+        return _finding(bad, near.maker.name if near.maker else near.name, "grad_input", exact=False)
 
     def _of_weight(self, event: Event) -> Finding:
         layer = self._owner(event)
@@ -233,18 +230,6 @@ class Locator:
             if inside(layer, region):
                 return _finding(event, region, "grad_weight", exact=False)
         return _finding(event, layer, "grad_weight", parameter=event.name, exact=False)
-
-
-def _guess(event: Event, near: Event) -> Finding:
-    """A bad gradient: of the module whose gradient was the last good one, or of the forward around it."""
-    if event.source is not None and event.source.returned:
-        return _finding(event, None, "grad_output")
-    return _finding(event, near.maker.name if near.maker else near.name, "grad_input", exact=False)
-
-
-def _found_op(event: Event, made: Event) -> Finding:
-    """A bad reading whose op is known; made: the event of that op."""
-    return _finding(event, made.name, made.operand, op=made.op, input_amax=made.input_amax, parameter=made.parameter)
 
 
 def _finding(event: Event, layer: str | None, operand: str, **more: Any) -> Finding:

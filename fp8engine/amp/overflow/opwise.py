@@ -17,6 +17,7 @@ device at each op: this is for one pass, or for mode="ops".
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -34,7 +35,7 @@ OVERWRITES = ("copy_", "fill_", "zero_")  # what was in their first argument doe
 PASSED_BY_WEIGHTS = tuple(
     f"{name}Backward0" for name in ("ToCopy", "T", "Transpose", "Permute", "View", "UnsafeView", "Expand", "Unsqueeze")
 )
-ENOUGH = 64  # creations kept of one pass: the first of a module is the one that is reported
+ENOUGH = 8  # creations kept of one call of a module: the first is the one that is reported
 
 
 class OpMode(TorchDispatchMode):
@@ -44,7 +45,7 @@ class OpMode(TorchDispatchMode):
         super().__init__()
         self._trace = trace
         self._known = Known()
-        self._kept = 0
+        self._kept: Counter[Call | None] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
@@ -57,21 +58,22 @@ class OpMode(TorchDispatchMode):
             given = given[1:]
         before = [self._known.find(x) or self._read(x) for x in given]
         output = func(*args, **kwargs)
-        if name not in UNWRITTEN and self._kept < ENOUGH:
+        if name not in UNWRITTEN:
+            call = self._trace.current()
             inf_given = any(isinstance(x, float) and not math.isfinite(x) for x in (*args, *kwargs.values()))
             for tensor in tensors(output):
                 after = self._read(tensor)
                 made = creates(before, inf_given, after)
                 log_of_mask = made == "-Inf" and name in ("log", "log_") and _zeros_and_ones(given)
                 if log_of_mask or (inf_given and after.inf):
-                    self._trace.add("mask", after, self._trace.current())
-                elif made is not None:
-                    self._kept += 1
-                    cast = self._cast(given, after) if name == "_to_copy" else {}
+                    self._trace.add("mask", after, call)
+                elif made is not None and self._kept[call] < ENOUGH:
+                    self._kept[call] += 1
                     codes = any(x.dtype.is_floating_point and x.dtype not in FLOATS for x in operands)
                     amax = math.nan if codes else largest(before)  # beside FP8 codes only their scales are read
+                    cast = self._cast(given, after) if name == "_to_copy" else {}
                     told = {"operand": "output", "op": name, "input_amax": amax} | cast
-                    self._trace.add("op", after, self._trace.current(), **told)
+                    self._trace.add("op", after, call, made=told)
         return output
 
     def _read(self, tensor: torch.Tensor) -> Reading:
@@ -91,34 +93,44 @@ class OpMode(TorchDispatchMode):
 def creates(before: Sequence[Reading], inf_given: bool, after: Reading) -> str | None:
     """What an op made that it was not given: "NaN", "Inf", "-Inf" or None.  inf_given: Inf is among its arguments."""
     inf_passed_on = inf_given or not all(reading.finite for reading in before)
-    passed_on = any(reading.nan for reading in before) if after.nan else inf_passed_on
-    return None if after.finite or passed_on else after.made
+    passed_on = any(reading.holds == "NaN" for reading in before) if after.holds == "NaN" else inf_passed_on
+    return None if passed_on else after.holds or None
 
 
 def _zeros_and_ones(given: list[torch.Tensor]) -> bool:
     return all(bool(((x == 0) | (x == 1)).all()) for x in given)
 
 
+# Nodes of the autograd graph are asked by their type: what an autograd Function stores on its ctx, `ctx.name` say, is
+# an attribute of the node and hides the method of that name.
+
+
+def _is_end(node: Any) -> bool:
+    """Whether a node only accumulates the gradient of a leaf."""
+    return hasattr(type(node), "variable")
+
+
 def watch_nodes(call: Call, output: Any, trace: Trace) -> None:
     """Hook the nodes of the autograd graph that this call made, and that no call inside it has taken yet."""
-    pending = [x.grad_fn for x in tensors(output) if x.grad_fn is not None]
-    seen: set[Any] = set()
+    pending: list[Any] = [x.grad_fn for x in tensors(output)]
+    seen: set[Any] = {None}
     while pending:
-        node: Any = pending.pop()
-        if node in seen or hasattr(node, "variable") or node._sequence_nr() < call.sequence:
+        node = pending.pop()
+        if node in seen or _is_end(node) or type(node)._sequence_nr(node) < call.sequence:
             continue
         seen.add(node)
-        pending += [after for after, _ in node.next_functions if after is not None]
+        after = [following for following, _ in node.next_functions]
+        pending += after
         if node.metadata.get(TAGGED) is not trace:
             node.metadata[TAGGED] = trace
-            names = [_parameter(after, trace.parameters) for after, _ in node.next_functions]
-            node.register_hook(_node_hook(node.name(), names, call, trace))
+            names = [_parameter(following, trace.parameters) for following in after]
+            type(node).register_hook(node, _node_hook(type(node).name(node), names, call, trace))
 
 
 def _parameter(node: Any, names: dict[int, str]) -> str | None:
     """The parameter that a gradient goes to through casts and views alone."""
-    while node is not None and not hasattr(node, "variable"):
-        node = node.next_functions[0][0] if node.name() in PASSED_BY_WEIGHTS else None
+    while node is not None and not _is_end(node):
+        node = node.next_functions[0][0] if type(node).name(node) in PASSED_BY_WEIGHTS else None
     return None if node is None else names.get(id(node.variable))
 
 
@@ -133,7 +145,8 @@ def _node_hook(op: str, names: list[str | None], call: Call, trace: Trace) -> Ca
             trace.add("hidden", bad, call)
         for name, after in made:
             if creates(before, False, after) is not None:
-                told = {"op": op, "input_amax": largest(before), "parameter": name}
-                trace.add("node", after, call, operand="grad_weight" if name else "grad_input", **told)
+                operand = "grad_weight" if name else "grad_input"
+                told = {"operand": operand, "op": op, "input_amax": largest(before), "parameter": name}
+                trace.add("node", after, call, made=told)
 
     return check

@@ -49,34 +49,26 @@ class Reading:
         return max(abs(self.low), abs(self.high))
 
     @property
-    def nan(self) -> bool:
-        """Whether there is a NaN."""
-        return self.taken and math.isnan(self.amax)
-
-    @property
-    def inf(self) -> bool:
-        """Whether there is an Inf of either sign, and no NaN."""
-        return not self.finite and not self.nan
+    def holds(self) -> str:
+        """What is not finite in it: "NaN", "Inf", "-Inf" where there is no +Inf either, or "" (or nothing is known)."""
+        if self.finite:
+            return ""
+        return "NaN" if math.isnan(self.amax) else "Inf" if self.high == math.inf else "-Inf"
 
     @property
     def finite(self) -> bool:
         """Whether nothing in it is NaN or Inf (or nothing is known)."""
-        return not self.taken or math.isfinite(self.amax)
+        return self.low is None or math.isfinite(self.amax)
 
     @property
-    def masked(self) -> bool:
-        """-Inf, and neither NaN nor +Inf: what a mask leaves."""
-        return self.taken and self.low == -math.inf and self.high < math.inf
-
-    @property
-    def made(self) -> str:
-        """What an op that made NaN or Inf is told to have made; a mask is "-Inf"."""
-        return "NaN" if self.nan else "-Inf" if self.masked else "Inf"
+    def inf(self) -> bool:
+        """Whether there is an Inf of either sign, and no NaN."""
+        return self.holds in ("Inf", "-Inf")
 
     @property
     def bad(self) -> bool:
         """NaN or +Inf, which no mask leaves."""
-        return not self.finite and not self.masked
+        return self.holds in ("NaN", "Inf")
 
 
 class Known:
@@ -132,14 +124,13 @@ def read_now(tensor: torch.Tensor) -> Reading:
 def read_all(given: Sequence[torch.Tensor]) -> list[Reading]:
     """A reading of each; on CUDA in a few launches for all, which see magnitudes only."""
     found: list[Reading] = []
-    together: defaultdict[Any, list[tuple[Reading, torch.Tensor]]] = defaultdict(list)
+    on_cuda: list[tuple[Reading, torch.Tensor]] = []
     for tensor in given:
-        if not tensor.is_cuda or (values := readable(tensor)) is None:
-            found.append(read(tensor))
-        else:
-            found.append(Reading(dtype=values.dtype))
-            together[values.device, values.dtype].append((found[-1], values))
-    for group in together.values():
+        values = readable(tensor) if tensor.is_cuda else None
+        found.append(read(tensor) if values is None else Reading(dtype=values.dtype))
+        if values is not None:
+            on_cuda.append((found[-1], values))
+    for group in _of_one_kind(on_cuda):
         norms = _torch.foreach_norm([values for _, values in group], math.inf)
         for (reading, _), norm in zip(group, norms, strict=True):
             reading.low = reading.high = norm
@@ -150,12 +141,8 @@ class ReadingsCopy:
     """Readings being copied to the host, those of one device and dtype in one tensor."""
 
     def __init__(self, readings: Iterable[Reading]):
-        groups: defaultdict[Any, list[Reading]] = defaultdict(list)
-        for reading in readings:
-            if isinstance(reading.low, torch.Tensor):
-                groups[reading.low.device, reading.low.dtype].append(reading)
-        self._groups = list(groups.values())
-        self._copy = HostCopy(torch.stack([x for r in group for x in (r.low, r.high)]) for group in self._groups)
+        self._groups = _of_one_kind((r, r.low) for r in readings if isinstance(r.low, torch.Tensor))
+        self._copy = HostCopy(torch.stack([x for r, _ in group for x in (r.low, r.high)]) for group in self._groups)
 
     def done(self) -> bool:
         """Whether `finish` would not wait."""
@@ -164,6 +151,13 @@ class ReadingsCopy:
     def finish(self) -> None:
         """Turn the readings into numbers; waits for the device until they are copied."""
         for group, copied in zip(self._groups, self._copy.wait(), strict=True):
-            values = copied.tolist()
-            for index, reading in enumerate(group):
-                reading.low, reading.high = values[2 * index], values[2 * index + 1]
+            for (reading, _), (low, high) in zip(group, copied.view(-1, 2).tolist(), strict=True):
+                reading.low, reading.high = low, high
+
+
+def _of_one_kind(pairs: Iterable[tuple[Reading, torch.Tensor]]) -> list[list[tuple[Reading, torch.Tensor]]]:
+    """Readings with their tensors, in groups of one device and dtype."""
+    groups: defaultdict[Any, list[tuple[Reading, torch.Tensor]]] = defaultdict(list)
+    for reading, tensor in pairs:
+        groups[tensor.device, tensor.dtype].append((reading, tensor))
+    return list(groups.values())

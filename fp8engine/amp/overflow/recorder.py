@@ -31,16 +31,34 @@ from fp8engine.amp.tensors import tensors
 SHARE_A_BACKWARD = 8
 
 
+def _nothing(*_: Any) -> None:
+    """What a hook does on a copy."""
+
+
+class _Hook(functools.partial):
+    """A function on a model or scaler, with arguments; a copy of these, or one in a file, has `instead` there.
+
+    A training loop may copy or save its model while it is watched, and what it copies is not watched.
+    """
+
+    instead: tuple[Any, ...] = (_nothing,)
+
+    def __reduce__(self) -> tuple:
+        return functools.partial, self.instead
+
+
 class Recorder:
     """Records what the model does; its owner takes the batches from `trace.sealed`.
 
-    always: every pass op by op.  poll: called before each pass, after the batch before it was sealed.
+    always: every pass op by op.  poll: called before each pass, after the batch before it was sealed.  layers: (name,
+    module) of all that can be hooked, wrappers too.
     """
 
     def __init__(self, model: nn.Module, scaler: Any, always: bool, poll: Callable[[], None]):
         self.model, self.scaler, self.always, self.poll = model, scaler, always, poll
         self.passes = self.backwards = 0
         self.layers = list(named_layers(model))
+        self.compiled: set[str] = set()  # names of the layers that run compiled, once attached
         self._parameters = [(plain_name(model, name), p) for name, p in model.named_parameters()]
         self.trace = Trace({id(p): name for name, p in self._parameters}, step=-1 if scaler is None else 0)
         self._roots: set[str] = set()  # outermost calls so far: parts of a model may be called by themselves
@@ -54,7 +72,8 @@ class Recorder:
     def attach(self) -> None:
         """Hook the model; nothing of it changes otherwise."""
         self.trace.closed = False
-        inside = {id(part) for _, m in self.layers if is_compiled(m) for part in _compiled_parts(m)}
+        self.compiled.update(name for name, module in self.layers if _is_compiled(module))
+        inside = {id(part) for _, m in self.layers if _is_compiled(m) for part in _compiled_parts(m)}
         self._inside_graphs = [(n, m) for n, m in self.layers if id(m) in inside and not _compiled_in_place(m)]
         for name, module in self.layers:
             if _compiled_in_place(module):
@@ -80,7 +99,7 @@ class Recorder:
         self._rewatched = dict.fromkeys(self._roots, SHARE_A_BACKWARD) if wanted else {}
 
     def _hook(self, undone: ExitStack, name: str, module: nn.Module) -> None:
-        enter, leave = functools.partial(self._enter, name), functools.partial(self._leave, name)
+        enter, leave = _Hook(self._enter, name), _Hook(self._leave, name)
         undone.callback(module.register_forward_pre_hook(enter, with_kwargs=True).remove)
         undone.callback(module.register_forward_hook(leave, with_kwargs=True, always_call=True).remove)
 
@@ -97,11 +116,10 @@ class Recorder:
             finally:
                 self._leave(name, module, args, kwargs, output)
 
-        module._compiled_call_impl = call
-        self._attached.callback(setattr, module, "_compiled_call_impl", compiled)
+        self._replace(module, "_compiled_call_impl", call)
 
     def _follow_scaler(self) -> None:
-        own, original = self.scaler.__dict__.get("update"), self.scaler.update
+        original = self.scaler.update
 
         def update(*args: Any, **kwargs: Any) -> Any:
             result = original(*args, **kwargs)
@@ -109,9 +127,16 @@ class Recorder:
             self._read_scale()
             return result
 
-        self.scaler.update = update
-        restore = functools.partial(setattr, self.scaler, "update", own) if own else None
-        self._attached.callback(restore or functools.partial(delattr, self.scaler, "update"))
+        hook = _Hook(update)
+        hook.instead = (type(self.scaler).update, self.scaler)
+        self._replace(self.scaler, "update", hook)
+
+    def _replace(self, owner: Any, name: str, value: Any) -> None:
+        """Give an object an attribute of its own until the watch ends."""
+        own = vars(owner)
+        undo = functools.partial(setattr, owner, name, own[name]) if name in own else lambda: delattr(owner, name)
+        self._attached.callback(undo)
+        setattr(owner, name, value)
 
     def _begin_pass(self, name: str) -> None:
         self._ops.close()
@@ -136,7 +161,7 @@ class Recorder:
                     self.trace.add("buffer", read(buffer), name=f"{path}.{key}" if path else key)
         self._read_scale()
         if opwise:
-            if any(is_compiled(m) for _, m in self.layers):
+            if self.compiled:
                 # until the next pass: a checkpoint's second forward must do what its first did
                 self._eager.enter_context(torch.compiler.set_stance("force_eager"))
                 for path, module in self._inside_graphs:
@@ -172,14 +197,7 @@ class Recorder:
         calls.append(call)
         if outermost:
             trace.outermost = call
-        with trace.quiet():
-            for tensor in tensors((args, kwargs)):
-                reading = self._known.find(tensor)
-                if reading is None:
-                    reading = self._read_new("input", tensor, call)
-                    if not tensor.is_leaf:
-                        self._follow_gradient("grad_input", tensor, call, reading)
-                call.inputs.append(reading)
+        call.inputs += self._readings("input", (args, kwargs), call)
         call.sequence = _torch.sequence_number()
 
     def _leave(self, name: str, module: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
@@ -190,28 +208,29 @@ class Recorder:
             return
         while (call := calls.pop()).name != name:  # those above were left by an exception
             pass
-        with trace.quiet():
-            for tensor in tensors(output):
-                reading = self._known.find(tensor)
-                if reading is None:
-                    reading = self._read_new("output", tensor, call)
-                    self._follow_gradient("grad_output", tensor, call, reading)
-                reading.returned |= call.parent is None and not call.recomputed
-            if trace.batch.opwise:
-                watch_nodes(call, output, trace)
+        for reading in self._readings("output", output, call):
+            reading.returned |= call.parent is None and not call.recomputed
+        if trace.batch.opwise:
+            watch_nodes(call, output, trace)
         if call is trace.outermost:
             trace.outermost = None
             self._ops.close()
 
-    def _read_new(self, kind: str, tensor: torch.Tensor, call: Call) -> Reading:
-        reading = self._known.keep(tensor, Reading() if call.recomputed else read(tensor))
-        self.trace.add(kind, reading, call)
-        return reading
+    def _readings(self, kind: str, given: Any, call: Call) -> list[Reading]:
+        """The readings of an "input" or "output" of a call; those not known yet are recorded, their gradients too."""
+        found = []
+        with self.trace.quiet():
+            for tensor in tensors(given):
+                reading = self._known.find(tensor)
+                if reading is None:
+                    reading = self._known.keep(tensor, Reading() if call.recomputed else read(tensor))
+                    self.trace.add(kind, reading, call)
+                    if tensor.requires_grad and (kind == "output" or not tensor.is_leaf):
+                        self._follow_gradient(f"grad_{kind}", tensor, call, reading)
+                found.append(reading)
+        return found
 
     def _follow_gradient(self, kind: str, tensor: torch.Tensor, call: Call, source: Reading) -> None:
-        if not tensor.requires_grad:
-            return
-
         def record(gradient: torch.Tensor) -> None:
             if not self.trace.closed:
                 with self.trace.quiet():
@@ -243,7 +262,7 @@ def named_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             yield (plain_name(model, name), module)
 
 
-def is_compiled(module: nn.Module) -> bool:
+def _is_compiled(module: nn.Module) -> bool:
     """Whether calling the module runs a compiled graph: torch.compile(module), or module.compile()."""
     return hasattr(module, "_orig_mod") or _compiled_in_place(module)
 

@@ -1,26 +1,106 @@
-"""Report of a watch with every layer's peak, the findings and the loss scales, as plain dicts and as text."""
+"""What a watch tells: the overflows found, every layer's peak and the loss scales, as plain dicts and as text."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
-from fp8engine.amp.overflow.finding import Finding, plain, shown
 from fp8engine.amp.overflow.trace import Event
 from fp8engine.amp.tensors import SIXTEEN_BIT
 from fp8engine.amp.text import FOLD, as_text
 from fp8engine.numerics.formats import word
 
-SHOWN = 24  # rows of a table: the rest are the layers farthest from trouble
+SHOWN, HIDDEN_SHOWN = 24, 8  # rows of a table, the rest are the layers farthest from trouble; lines below it
+GRADIENTS = ("grad_input", "grad_weight", "grad_output")
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One overflow: where it was made, and when.
+
+    layer: the guilty module's name as in named_modules ("" is the model's own forward), None when it lies outside the
+    model.  operand: "output", "input" (the data), "weight", "grad_input", "grad_weight" or "grad_output" (what came
+    into the model's backward).  op: the function, as torch names it, or None while no pass was watched op by op.
+    op_step: of the later pass that has told the op, in which the layer overflowed again; None if it was the same pass.
+    step: counted from 0, calls of scaler.update where there is a scaler, else forward passes.  input_amax, output_amax:
+    largest magnitudes at that step, going in (finite ones; into the op, into the layer where op_step is told) and
+    coming out (NaN or Inf).  parameter: whose weight or gradient it is.  loss_scale: the scale at that step.
+    exact: False for a guess of a backward that was not watched op by op.
+    guilty: False while a smaller loss scale may cure it, or has: cured_by is that scale (ledger.py).
+    """
+
+    layer: str | None
+    operand: str
+    step: int
+    op: str | None = None
+    input_amax: float = math.nan
+    output_amax: float = math.nan
+    dtype: torch.dtype | None = None
+    parameter: str | None = None
+    loss_scale: float | None = None
+    exact: bool = True
+    guilty: bool = True
+    cured_by: float | None = None
+    op_step: int | None = None
+
+    @property
+    def backward(self) -> bool:
+        """Whether it is a gradient."""
+        return self.operand in GRADIENTS
+
+    @property
+    def in_a_layer(self) -> bool:
+        """Whether an op of a layer made it, in this pass."""
+        return self.layer is not None and self.operand not in ("weight", "input")
+
+    def to_dict(self) -> dict:
+        """Everything, in types that JSON knows."""
+        return plain(vars(self))
+
+    def __str__(self) -> str:
+        where = "outside the model" if self.layer is None else repr(self.layer) if self.layer else "the model itself"
+        kind = f" in {str(self.dtype).removeprefix('torch.')}" if self.dtype else ""
+        told = {
+            f"step {self.step}: {self.operand} of {where}": True,
+            f"({self.parameter})": self.parameter,
+            f"is {shown(abs(self.output_amax))}{kind}": True,
+            f"made by {self.op}": self.op and self.op_step is None,
+            f"from values up to {self.input_amax:.4g}": not math.isnan(self.input_amax),
+            f"and made by {self.op} (as step {self.op_step} showed)": self.op_step is not None,
+            f"at loss scale {self.loss_scale or 0:g}": self.backward and self.loss_scale is not None,
+            "before it reached the model: look at the loss function and the loss scale": self.operand == "grad_output",
+            "before the model saw it: look at the data": self.operand == "input",
+            "(a guess until a backward is watched op by op)": not self.exact,
+            '(which op: told when it comes again in the next pass, or by mode="ops")': self._op_is_open,
+            self._verdict: True,
+        }
+        return " ".join(part for part, holds in told.items() if holds and part)
+
+    @property
+    def _op_is_open(self) -> bool:
+        return self.exact and not self.op and self.guilty and self.in_a_layer
+
+    @property
+    def _verdict(self) -> str:
+        """What a loss scale has to do with it."""
+        if self.cured_by is not None:
+            return f"- loss scale {self.cured_by:g} cures it, nothing to pin"
+        if self.guilty:
+            return ""
+        if self.loss_scale is None:
+            return "- a loss scale may be why: give find_overflow the scaler to know"
+        return "- a smaller loss scale may cure it: watch until a step passes before anything is pinned"
 
 
 @dataclass
 class LayerStats:
     """One layer's numbers over all passes.
 
-    peak: largest finite magnitude it returned, in dtype.  grad_peak: of the gradients of what it returned, scaled.
+    calls: tensors that it returned and no part of it had.  peak: their largest finite magnitude, dtype: of the latest.
+    grad_peak: of the gradients of what it returned, scaled.
     nonfinite, grad_nonfinite: how many times they held NaN or Inf.  guilty: how many batches named it; scaled: how many
     named it for a gradient that a smaller loss scale cures, or may cure.  made, grad_made: the NaN or Inf that it was
     named for; 0 if none.
@@ -100,8 +180,8 @@ class OverflowReport:
         ran = [layer for layer in self.layers if layer.calls or layer.guilty or layer.scaled]
         worst = sorted(ran, key=lambda x: (-x.guilty, -x.scaled, -(x.nonfinite + x.grad_nonfinite), -x.share))
         columns = [("layer", FOLD | {"ratio": 1}), ("kind", FOLD | {"max_width": 20})]
-        numbers = ("dtype", "amax", "of range", "NaN/Inf", "gradient", "NaN/Inf", "verdict")
-        columns += [(heading, {"no_wrap": True}) for heading in numbers]
+        others = ("dtype", "amax", "of range", "NaN/Inf", "gradient", "NaN/Inf", "verdict")
+        columns += [(heading, {"no_wrap": True}) for heading in others]
         rows = [
             [
                 layer.name or "(model)",
@@ -137,8 +217,10 @@ class OverflowReport:
             lines.append("no NaN and no Inf")
         lines += [
             f"hidden: {op} in {layer!r} made {made} {times} times; no output shows it"
-            for layer, op, made, times in self.hidden[:8]
+            for layer, op, made, times in self.hidden[:HIDDEN_SHOWN]
         ]
+        if len(self.hidden) > HIDDEN_SHOWN:
+            lines.append(f"hidden: {len(self.hidden) - HIDDEN_SHOWN} more, which to_dict() has")
         if self.scales:
             kept = [*self.scales[:4], (-1, math.nan), *self.scales[-8:]] if len(self.scales) > 12 else self.scales
             shown = ["..." if step < 0 else f"{scale:g} (step {step})" for step, scale in kept]
@@ -147,3 +229,23 @@ class OverflowReport:
 
     def __str__(self) -> str:
         return self.table()
+
+
+def shown(magnitude: float) -> str:
+    """A magnitude in four digits, NaN and Inf by these names.
+
+    >>> shown(123456.0), shown(math.inf), shown(-math.inf), shown(math.nan)
+    ('1.235e+05', 'Inf', '-Inf', 'NaN')
+    """
+    return f"{magnitude:.4g}".replace("inf", "Inf").replace("nan", "NaN")
+
+
+def plain(value: Any) -> Any:
+    """A value in types that JSON knows: NaN and Inf as text, a dtype as its name."""
+    if isinstance(value, dict):
+        return {key: plain(inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(inner) for inner in value]
+    if isinstance(value, torch.dtype):
+        return word(value)
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value

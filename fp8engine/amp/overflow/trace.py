@@ -7,7 +7,6 @@ the events from the beginning of one pass to the beginning of the next.
 from __future__ import annotations
 
 import contextlib
-import math
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -44,8 +43,8 @@ class Event:
     (as accumulated so far), "grad_before" (what was there when the watch began); "weight", "buffer", "scale"; or what
     an op of a pass watched op by op made: "op", NaN or Inf of inputs without; "node", the same in the backward, and
     "hidden", what a node was given there and did not pass on; "mask", an Inf that was among an op's arguments.  name:
-    of the layer or parameter.  scale: the loss scale's reading, where there is a scaler.  operand, op, input_amax,
-    parameter: of an "op" or a "node", as in Finding.
+    of the layer or parameter.  scale: the loss scale's reading, where there is a scaler.  made: of an "op" or a "node",
+    operand, op, input_amax and parameter of its Finding.
     """
 
     kind: str
@@ -55,10 +54,7 @@ class Event:
     scale: Reading | None
     call: Call | None = None
     source: Reading | None = None
-    operand: str = ""
-    op: str | None = None
-    input_amax: float = math.nan
-    parameter: str | None = None
+    made: dict[str, Any] = field(default_factory=dict)
 
     def around(self) -> Iterator[Call]:
         """The call that it is of and every call around that one, from the inside; none outside the model."""

@@ -22,18 +22,19 @@ from __future__ import annotations
 import logging
 import warnings
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import nn
 
-from fp8engine.amp.overflow.finding import Finding
 from fp8engine.amp.overflow.ledger import Ledger
 from fp8engine.amp.overflow.locate import Locator, inside
 from fp8engine.amp.overflow.reading import ReadingsCopy
-from fp8engine.amp.overflow.recorder import Recorder, is_compiled
-from fp8engine.amp.overflow.report import LayerStats, OverflowReport
+from fp8engine.amp.overflow.recorder import Recorder
+from fp8engine.amp.overflow.report import Finding, LayerStats, OverflowReport
 from fp8engine.amp.overflow.trace import Batch
-from fp8engine.amp.pin import Fp32Pinned, Pin, pin_fp32
+from fp8engine.amp.pin import Pin, is_pinned, pin_fp32
 from fp8engine.errors import ConversionError, UnknownName
 
 MODES = ("counters", "ops")
@@ -52,9 +53,8 @@ class OverflowWatch:
         self._copies: list[tuple[Batch, ReadingsCopy]] = []
         self._modules = dict(self._recorder.layers)  # of a wrapper and what it holds, which share a name, the inner one
         self.layers = {name: LayerStats(name, type(module).__name__) for name, module in self._modules.items()}
-        compiled = {name for name, module in self._recorder.layers if is_compiled(module)}
-        self._locator = Locator(self._modules, compiled)
-        self._ledger = Ledger(compiled)
+        self._locator = Locator(self._modules, self._recorder.compiled)
+        self._ledger = Ledger(self._recorder.compiled)
         # When pin() last saw new passes: their number, how often each layer had been guilty, and the worst since then.
         self._pinned_at, self._guilty_then, self._worst = 0, Counter(), []
 
@@ -89,9 +89,9 @@ class OverflowWatch:
         self._settle()
         return OverflowReport(
             findings=self.findings,
-            layers=list(self.layers.values()),
+            layers=[replace(layer) for layer in self.layers.values()],
             scales=list(self.scales),
-            pinned=list(self.pinned),
+            pinned=[name for name, pin in self.pinned.items() if is_pinned(pin.module)],
             passes=self._recorder.passes,
             hidden=[(*what, times) for what, times in self.hidden.items()],
         )
@@ -114,7 +114,7 @@ class OverflowWatch:
         for name in self._worst:
             if len(names) == k:
                 break
-            if not any(isinstance(m, Fp32Pinned) and inside(name, outer) for outer, m in self._modules.items()):
+            if not any(is_pinned(m) and inside(name, outer) for outer, m in self._modules.items()):
                 self.pinned[name] = pin_fp32(self._modules[name])
                 names.append(name)
         searched = next((str(finding) for finding in self.findings if not finding.guilty), "no layer is guilty")
@@ -154,21 +154,18 @@ class OverflowWatch:
 
     def _judge(self, batch: Batch, copy: ReadingsCopy) -> None:
         copy.finish()
-        self._locator.begin(batch)
         for event in batch.events:
             if event.kind == "scale" and (not self.scales or self.scales[-1][1] != event.reading.high):
                 self.scales.append((event.step, event.reading.high))
             if event.call is not None and event.name in self.layers:
                 self.layers[event.name].add(event)
-            self._locator.read(event)
-            self._ledger.read(event)
-        found = self._locator.end()
-        if not found:  # what ops made and no module's output shows: 1 / Inf is 0
-            self.hidden.update((op.name, op.op or "", op.reading.made) for op in self._locator.seen.ops)
-        for finding in found:
+        seen = self._locator.locate(batch)
+        if not seen.found:  # what ops made and no module's output shows: 1 / Inf is 0
+            self.hidden.update((event.name, event.made["op"], event.reading.holds) for event in seen.ops)
+        for finding in seen.found:
             if finding.layer is not None:
                 self.layers[finding.layer].name_for(finding)
-        came = self._ledger.enter(found, self._locator.seen.guess)
+        came = self._ledger.enter(batch, seen)
         if not batch.opwise and (came or self._locator.undecided):
             self._recorder.rewatch(True)
         elif batch.opwise and not self._locator.undecided and not any(e.unexplained for e in self._ledger.entries):
@@ -187,7 +184,7 @@ def find_overflow(model: nn.Module, scaler: Any = None, *, mode: str = "counters
     when printed.  `watch.pin(k)`: the worst k layers in FP32 from now on.  A gradient that overflows under a scaler is
     found too, but the scaler skips that step and halves the scale: no layer is guilty where a smaller scale cures it.
 
-    Raises UnknownName (mode), ConversionError (model is not an nn.Module, scaler is no loss scaler).
+    Raises UnknownName (mode), ConversionError (a model that is no nn.Module, scripted, or lazy; a scaler that is none).
 
     >>> import torch
     >>> class Scores(nn.Module):
@@ -208,8 +205,15 @@ def find_overflow(model: nn.Module, scaler: Any = None, *, mode: str = "counters
     """
     if mode not in MODES:
         raise UnknownName("mode of find_overflow", mode, MODES)
+    kind = type(model).__name__
     if not isinstance(model, nn.Module):
-        raise ConversionError(f"find_overflow takes the nn.Module that is called, not {type(model).__name__}")
+        raise ConversionError(f"find_overflow takes the nn.Module that is called, not {kind}")
+    if isinstance(model, torch.jit.ScriptModule):
+        raise ConversionError(
+            f"find_overflow sees no module inside a {kind}: give the model as it was before torch.jit"
+        )
+    if any(isinstance(p, nn.parameter.UninitializedParameter) for p in model.parameters()):
+        raise ConversionError(f"this {kind} has parameters without shapes yet (a lazy module): run one forward first")
     scaler = getattr(scaler, "scaler", scaler)
     if scaler is not None and not (hasattr(scaler, "update") and hasattr(scaler, "get_scale")):
         raise ConversionError(

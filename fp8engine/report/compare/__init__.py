@@ -18,22 +18,8 @@ number, while the first one falls with every layer on the way.  The picture has 
 `fe.amp.compare` compares two dtypes of one model without FP8, module by module.
 """
 
-from fp8engine.report.compare.batches import BYTES, Batch, Tokens, batches, pieces
-from fp8engine.report.compare.result import BlockResult, Comparison, LayerResult, RecipeResult
+from fp8engine.report.compare.batches import BYTES, Tokens, batches, pieces
+from fp8engine.report.compare.result import Comparison
 from fp8engine.report.compare.run import compare_recipes, run_training_steps
-from fp8engine.report.compare.scores import Estimate
 
-__all__ = [
-    "BYTES",
-    "Batch",
-    "BlockResult",
-    "Comparison",
-    "Estimate",
-    "LayerResult",
-    "RecipeResult",
-    "Tokens",
-    "batches",
-    "compare_recipes",
-    "pieces",
-    "run_training_steps",
-]
+__all__ = ["BYTES", "Comparison", "Tokens", "batches", "compare_recipes", "pieces", "run_training_steps"]

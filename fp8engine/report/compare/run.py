@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -17,20 +18,22 @@ from torch.nn import functional as F
 
 from fp8engine._torch import tree_map
 from fp8engine.amp.difference import Call, Difference, call, run_both
+from fp8engine.auto import Controller
 from fp8engine.convert.blocks import repeated_blocks
 from fp8engine.convert.select import Decision
 from fp8engine.convert.swap import convert, plan
 from fp8engine.errors import ConversionError, EmulationWarning
-from fp8engine.numerics.formats import word
+from fp8engine.numerics.formats import BF16, word
 from fp8engine.numerics.names import RecipeName
-from fp8engine.numerics.recipe import Auto, Recipe, resolve
+from fp8engine.numerics.recipe import MATMULS, Auto, Recipe, resolve
 from fp8engine.report.collect import inspect
 from fp8engine.report.compare.batches import NOTHING, Batch, real_rows
-from fp8engine.report.compare.chosen import chosen
 from fp8engine.report.compare.result import BlockResult, Comparison, LayerResult, RecipeResult, least
 from fp8engine.report.compare.scores import ROWS, Scores, first, ratio
-from fp8engine.report.flow.fold import FIRST_NUMBER
+from fp8engine.report.flow.graph import FIRST_NUMBER
+from fp8engine.report.flow.repeats import grouped
 from fp8engine.report.state import controllers_of
+from fp8engine.scaling.choice import Casts
 
 STEPS = 4  # of auto: samples, whose noise fades and whose costs are averaged, and the decisions that follow
 
@@ -107,8 +110,7 @@ def _compare(
         scores.output.sqnr_db,
         report.totals["fp8_flops_share"],
         any(layer["emulated"] for layer in report.layers),
-        layers.results(),
-        layers.blocks(),
+        *layers.results(),
         chosen(controllers_of(twin)),
     )
     return None if own is None else own.value, result
@@ -180,6 +182,31 @@ def _run(model: nn.Module, batch: Batch) -> Any:
         ) from error
 
 
+def chosen(controllers: Iterable[Controller]) -> dict | None:
+    """Counts of the casts that `auto` chose; None where it chose nothing: a fixed recipe, a plan that is repeated.
+
+    matmuls: for forward, dgrad and wgrad, how many layers multiply with which casts, the most frequent first.
+    not_sampled: layers that have run in no training step.
+    """
+    matmuls: dict[str, Counter[str]] = {matmul: Counter() for matmul in MATMULS}
+    layers = sampled = 0
+    for controller in controllers:
+        layers += len(controller.layers)
+        sampled += len(controller.choices)
+        for i, choice in controller.choices.items():
+            for matmul, count in matmuls.items():
+                casts: Casts | None = choice.used.get((i, matmul))
+                # Formats of both operands, and what a scale covers.
+                name = BF16 if casts is None else f"{'·'.join(dict.fromkeys(map(str, casts[1:])))}/{casts.granularity}"
+                count[str(name)] += 1
+    if not sampled:
+        return None
+    return {
+        "matmuls": {key: dict(count.most_common()) for key, count in matmuls.items()},
+        "not_sampled": layers - sampled,
+    }
+
+
 def _block_of(layer: str, blocks: Sequence[str]) -> str:
     """The name of the block that a layer is in: of a repeated one, else up to its first number, else its own.
 
@@ -203,9 +230,8 @@ class _Layers:
         self.decisions: dict[str, Decision] = {}
         for decision in decisions:  # experts of one module have a decision each, and are called as one
             self.decisions.setdefault(paths[id(decision.module)], decision)
-        blocks, self.inner = [paths[id(block)] for block in repeated_blocks(model)], {}
-        for name in self.decisions:
-            self.inner.setdefault(_block_of(name, blocks), []).append(name)
+        blocks = [paths[id(block)] for block in repeated_blocks(model)]
+        self.inner = grouped((_block_of(name, blocks), name) for name in self.decisions)
         watched = dict.fromkeys([*self.decisions, *self.inner])
         self.modules = {name: exacts[name] for name in watched}
         self.twins = {name: twins[name] for name in watched}
@@ -246,19 +272,13 @@ class _Layers:
         args, kwargs = tree_map(rounded, (call.args, call.kwargs))
         return twin(*args, **kwargs)
 
-    def results(self) -> list[LayerResult]:
-        found = []
+    def results(self) -> tuple[list[LayerResult], list[BlockResult]]:
+        """The layers, and the blocks in the model's order, each with its worst layer's own SQNR."""
+        own = {name: noise.sqnr_db_or_none for name, noise in self.own.items()}
+        inside = {name: noise.sqnr_db_or_none for name, noise in self.inside.items()}
+        layers = []
         for name, decision in self.decisions.items():
             recipe = "none" if decision.recipe is None else decision.recipe.name
-            own, inside = self.own[name].sqnr_db_or_none, self.inside[name].sqnr_db_or_none
-            found.append(LayerResult(name, decision.shape, recipe, decision.reason, own, inside))
-        return found
-
-    def blocks(self) -> list[BlockResult]:
-        """The blocks in the model's order, each with its worst layer's own SQNR."""
-        return [
-            BlockResult(
-                name, least(self.own[layer].sqnr_db_or_none for layer in layers), self.inside[name].sqnr_db_or_none
-            )
-            for name, layers in self.inner.items()
-        ]
+            layers.append(LayerResult(name, decision.shape, recipe, decision.reason, own[name], inside[name]))
+        inner = self.inner.items()
+        return layers, [BlockResult(name, least(own[layer] for layer in those), inside[name]) for name, those in inner]

@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
+from fp8engine.report.columns import named
 from fp8engine.report.compare.result import Comparison, note, order
 from fp8engine.report.compare.scores import Estimate
+from fp8engine.report.flow.repeats import grouped
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -88,13 +90,9 @@ def left_alone(comparison: Comparison) -> list[str]:
     """A line for each reason to leave layers alone: the first of them, how many more, and under which recipes."""
     lines: dict[str, list[str]] = {}
     for result in comparison.results:
-        by_reason: dict[str, list[str]] = {}
-        for layer in result.layers:
-            if layer.recipe == "none":
-                by_reason.setdefault(layer.reason, []).append(layer.name)
-        for reason, names in by_reason.items():
-            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-            lines.setdefault(f"{names[0]}{more}: {reason}", []).append(result.recipe)
+        left = grouped((layer.reason, layer.name) for layer in result.layers if layer.recipe == "none")
+        for reason, names in left.items():
+            lines.setdefault(f"{named(names)}: {reason}", []).append(result.recipe)
     everywhere = len(comparison.results)
     under = {line: "" if len(some) == everywhere else f" under {', '.join(some)}" for line, some in lines.items()}
     return [f"left alone{where}: {line}" for line, where in under.items()]

@@ -1,27 +1,44 @@
-"""SVG drawing of a flow's graph, self-contained: no script, no font or style from elsewhere."""
+"""Drawings of a flow's graph: an SVG without script, font or style from elsewhere, and the source of Mermaid's."""
 
 from __future__ import annotations
 
+import functools
 import itertools
+import re
 from collections.abc import Mapping, Sequence
-from html import escape
+from typing import TYPE_CHECKING, NamedTuple
 
-from fp8engine.report.flow.fold import Folded, fold
-from fp8engine.report.flow.graph import Graph
+from fp8engine.report.flow.graph import Folded, Graph, fold
 from fp8engine.report.flow.layout import Spot, place
-from fp8engine.report.flow.text import INK, ink_of
 
+if TYPE_CHECKING:
+    from jinja2 import Environment, Template
+
+
+class Ink(NamedTuple):
+    """Colours of a kind of nodes: of the box, its border, its text.  legend: what the kind is called beside them."""
+
+    fill: str
+    border: str
+    text: str
+    legend: str
+
+
+INK = {
+    "matmul": Ink("#1f4e79", "#163a5c", "#ffffff", "matmul"),
+    "attention": Ink("#e6dcf5", "#8e6bbf", "#3b2363", "attention, softmax"),
+    "norm": Ink("#fbe9c6", "#d19a2a", "#5c3f05", "norm"),
+    "residual": Ink("#dff0df", "#5b9b5b", "#1e4a1e", "residual"),
+    "activation": Ink("#fbdccb", "#d9774a", "#632a0c", "activation"),
+    "embedding": Ink("#dce9f5", "#7fa6cc", "#1f3d5c", "input, embedding"),
+    "loss": Ink("#f8d3d6", "#c4515b", "#5f141b", "loss"),
+    "output": Ink("#eeeeee", "#8a8a8a", "#333333", "output"),
+    "unknown": Ink("#ffffff", "#8a8a8a", "#333333", "other"),
+}
+SAME_INK = {"softmax": "attention", "input": "embedding"}
 MARGIN, PAD, TOP = 28.0, 16.0, 99.0  # around the picture, inside a frame, above the first row's middle
 ROW, HEIGHT = 62.0, 30.0  # from row to row; of a box
 LETTER, SMALL, TINY, WIDE = 12.0, 10.0, 8.5, 0.58  # sizes of type in pixels; a letter's width over its size
-HEAD = """<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {0:.0f} {1:.0f}" width="{0:.0f}" height="{1:.0f}" \
-font-family="system-ui, Helvetica, Arial, sans-serif">
-<defs><marker id="tip" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" markerHeight="7" \
-markerUnits="userSpaceOnUse" orient="auto">\
-<path d="M0,0.8 L7.5,4 L0,7.2 z" fill="#7a7f87"/></marker></defs>
-<style>@media (prefers-color-scheme: dark) {{ .paper {{ fill: #171c23 }} .frame {{ fill: #1d242d; stroke: #4a5766 }} \
-.words {{ fill: #c3ccd7 }} .title {{ stroke: #1d242d }} .residual {{ stroke: #7fc47f }} }}</style>"""
-TITLE = 'class="words title" font-weight="600" fill="#4a6078" stroke="#f7f9fb" stroke-width="5" paint-order="stroke"'
 FORMATS = "below a matmul's name: the formats of input · weight · grad_output, one where they are equal"
 
 
@@ -31,47 +48,90 @@ def svg(flow: Graph, formats: Mapping[str, Sequence[str]] | None = None) -> str:
     formats: of a layer's input, weight and grad_output, by its name, which are written below the name.
     """
     folded = fold(flow)
-    kinds = {node: ink_of(flow.nodes[node].kind) for node in folded.labels}
-    below = _below(flow, folded, formats or {})
+    kinds, below = _kinds(flow, folded), _below(flow, folded, formats or {})
     sizes = {node: max(LETTER * len(label), TINY * len(below.get(node, ""))) for node, label in folded.labels.items()}
-    widths = {node: max(HEIGHT, WIDE * size + 20) for node, size in sizes.items()}
-    spots, paths = place(folded, widths)
+    spots, paths = place(folded, {node: max(HEIGHT, WIDE * size + 20) for node, size in sizes.items()})
     everything = {spot: None for path in [spots.values(), *paths.values()] for spot in path}
     right = max((spot.x + spot.width / 2 for spot in everything), default=0.0)
-    legend, width = _legend(set(kinds.values()))
-    if below:
-        legend.append(_text(MARGIN, 50, FORMATS, 'class="words" fill="#444"', SMALL))
-        width = max(width, WIDE * SMALL * len(FORMATS) + 2 * MARGIN)
-    width = max(width, right + 2 * (MARGIN + PAD))
+    legend, width = [], MARGIN
+    for ink in (ink for kind, ink in INK.items() if kind in kinds.values()):
+        legend.append((width, ink))
+        width += WIDE * SMALL * len(ink.legend) + 36
+    width = max(width, right + 2 * (MARGIN + PAD), (WIDE * SMALL * len(FORMATS) + 2 * MARGIN) * bool(below))
     for spot in everything:
         spot.x, spot.y = spot.x + (width - right) / 2, TOP + ROW * spot.row
     height = max((spot.y for spot in everything), default=TOP) + HEIGHT / 2 + MARGIN + PAD
-    frames, titles, boxes = [], [], []
+    frames = []
     for frame in folded.frames:
         inside = [spots[node] for node in frame.nodes]
         y, bottom = min(spot.y for spot in inside), max(spot.y for spot in inside)
         crossing = [spot for ends, path in paths.items() if {*ends} & {*frame.nodes} for spot in path[1:-1]]
         inside += [spot for spot in crossing if y <= spot.y <= bottom and spot.lane == inside[0].lane]
         x, end = min(spot.x - spot.width / 2 for spot in inside), max(spot.x + spot.width / 2 for spot in inside)
-        place_of = x - PAD, y - 37, max(end - x, WIDE * LETTER * len(frame.title)) + 2 * PAD, bottom - y + 60
-        width = max(width, sum(place_of[::2]) + MARGIN)
-        style = 'class="frame" fill="#f7f9fb" stroke="#b8c4d0" stroke-dasharray="5 4"'
-        frames.append(_rect(place_of, 12, style))
-        titles.append(_text(x - 4, y - 22, frame.title, TITLE))
-    for node, spot in spots.items():
-        full, ink = flow.nodes[node], INK[kinds[node]]
-        tip = f"{full.kind}: {full.name}" + (f", in {full.where}" if full.where else "")
-        place_of = spot.x - spot.width / 2, spot.y - HEIGHT / 2, spot.width, HEIGHT
-        radius = HEIGHT / 2 if kinds[node] in ("residual", "output", "embedding") else 7
-        box = _rect(place_of, radius, f'fill="{ink.fill}" stroke="{ink.border}"')
-        style = f'text-anchor="middle" fill="{ink.text}"'
-        label = _text(spot.x, spot.y + (-1 if node in below else 4), folded.labels[node], style)
-        if node in below:
-            label += _text(spot.x, spot.y + 10, below[node], style, TINY)
-        boxes.append(f"<g><title>{escape(tip)}</title>{box}{label}</g>")
-    curves = (_curve(path, kinds[ends[1]] == "residual" and len(path) > 2) for ends, path in paths.items())
-    paper = _rect((0, 0, width, height), 0, 'class="paper" fill="#ffffff"')
-    return "\n".join([HEAD.format(width, height), paper, *legend, *frames, *curves, *titles, *boxes, "</svg>\n"])
+        across = max(end - x, WIDE * LETTER * len(frame.title)) + 2 * PAD
+        frames.append(((x - PAD, y - 37, across, bottom - y + 60), frame.title))
+        width = max(width, x - PAD + across + MARGIN)
+    drawn = {"width": width, "height": height, "legend": legend, "frames": frames, "spots": spots, "paths": paths}
+    return _template().render(drawn, nodes=flow.nodes, labels=folded.labels, kinds=kinds, below=below)
+
+
+@functools.cache
+def _template() -> Template:
+    made = environment("flow")
+    made.filters.update(px="{:.1f}".format, bends=_bends)
+    made.globals.update(INK=INK, FORMATS=FORMATS, MARGIN=MARGIN, PAD=PAD, HEIGHT=HEIGHT)
+    made.globals.update(LETTER=LETTER, SMALL=SMALL, TINY=TINY)
+    return made.get_template("graph.svg")
+
+
+def environment(folder: str) -> Environment:
+    """The templates in a folder of the report; what they are given is escaped, but for what they call safe.
+
+    asset(name), in a template: the text of another file of the folder.
+    """
+    from jinja2 import Environment, PackageLoader, StrictUndefined  # torch brings it; few programs draw
+
+    loader = PackageLoader("fp8engine.report", folder)
+    made = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, keep_trailing_newline=True)
+    made.trim_blocks = made.lstrip_blocks = True
+    made.globals["asset"] = lambda name: loader.get_source(made, name)[0]
+    return made
+
+
+def mermaid(flow: Graph) -> str:
+    """The graph as a Mermaid flowchart, which GitHub and notebooks render.
+
+    >>> import torch
+    >>> from fp8engine.report.flow import record
+    >>> print(mermaid(record(torch.nn.Linear(2, 2), torch.ones(1, 2))))
+    flowchart TD
+    n0["[0]"]:::embedding
+    n1["(model)"]:::matmul
+    n2["output"]:::output
+    n0 --> n1
+    n1 --> n2
+    classDef matmul fill:#1f4e79,stroke:#163a5c,color:#ffffff
+    classDef embedding fill:#dce9f5,stroke:#7fa6cc,color:#1f3d5c
+    classDef output fill:#eeeeee,stroke:#8a8a8a,color:#333333
+    """
+    folded = fold(flow)
+    kinds = _kinds(flow, folded)
+    # Markup between Mermaid's quotes is written as its decimal codes.
+    told = lambda label: re.sub(r'[<>"&#;]', lambda found: f"#{ord(found[0])};", label)  # noqa: E731 - two uses
+    boxes = {node: f'n{node}["{told(label)}"]:::{kinds[node]}' for node, label in folded.labels.items()}
+    lines = ["flowchart TD"]
+    for number, frame in enumerate(folded.frames):
+        inside = [f"    {boxes.pop(node)}" for node in frame.nodes]
+        lines += [f'subgraph block{number}["{told(frame.title)}"]', *inside, "end"]
+    lines += [*boxes.values(), *(f"n{i} --> n{j}" for i, j in folded.edges)]
+    used = {kind: ink for kind, ink in INK.items() if kind in kinds.values()}
+    lines += [f"classDef {kind} fill:{ink.fill},stroke:{ink.border},color:{ink.text}" for kind, ink in used.items()]
+    return "\n".join(lines)
+
+
+def _kinds(flow: Graph, folded: Folded) -> dict[int, str]:
+    """The key of INK for each node that is drawn."""
+    return {node: SAME_INK.get(kind := flow.nodes[node].kind, kind) for node in folded.labels}
 
 
 def _below(flow: Graph, folded: Folded, formats: Mapping[str, Sequence[str]]) -> dict[int, str]:
@@ -80,40 +140,17 @@ def _below(flow: Graph, folded: Folded, formats: Mapping[str, Sequence[str]]) ->
     found = {}
     for node in folded.labels:
         name, frame = flow.nodes[node].name, frames.get(node)
-        names = [name] if frame is None else [f"{block}{name.removeprefix(frame.first)}" for block in frame.blocks]
+        names = [name] if frame is None else [f"{each}{name.removeprefix(frame.blocks[0])}" for each in frame.blocks]
         if seen := [formats[each] for each in names if each in formats]:
             roles = ["|".join(dict.fromkeys(column)) for column in zip(*seen, strict=True)]
             found[node] = " · ".join(roles if len(set(roles)) > 1 else roles[:1])
     return found
 
 
-def _curve(path: Sequence[Spot], residual: bool) -> str:
-    """From the lower side of the first box through the points to the upper side of the last.
-
-    residual: whether it leads past a branch to where that is added.
-    """
+def _bends(path: Sequence[Spot]) -> str:
+    """From the lower side of the first box through the points to the upper side of the last."""
     y = [path[0].y + HEIGHT / 2, *(spot.y for spot in path[1:-1]), path[-1].y - HEIGHT / 2]
     bends = [f"M{path[0].x:.1f},{y[0]:.1f}"]
     for (a, b), (y0, y1) in zip(itertools.pairwise(path), itertools.pairwise(y), strict=True):
         bends.append(f"C{a.x:.1f},{(y0 + y1) / 2:.1f} {b.x:.1f},{(y0 + y1) / 2:.1f} {b.x:.1f},{y1:.1f}")
-    ink = 'class="residual" stroke="#5b9b5b" stroke-width="2"' if residual else 'stroke="#7a7f87"'
-    return f'<path d="{" ".join(bends)}" fill="none" {ink} marker-end="url(#tip)"/>'
-
-
-def _legend(kinds: set[str]) -> tuple[list[str], float]:
-    """(boxes and words for these kinds, the width that they take)."""
-    drawn, x = [], MARGIN
-    for ink in (ink for kind, ink in INK.items() if kind in kinds):
-        drawn.append(_rect((x, 20, 14, 14), 4, f'fill="{ink.fill}" stroke="{ink.border}"'))
-        drawn.append(_text(x + 20, 31, ink.legend, 'class="words" fill="#444"', SMALL))
-        x += WIDE * SMALL * len(ink.legend) + 36
-    return drawn, x
-
-
-def _rect(place: tuple[float, float, float, float], radius: float, style: str) -> str:
-    x, y, width, height = place
-    return f'<rect x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:.1f}" rx="{radius:g}" {style}/>'
-
-
-def _text(x: float, y: float, text: str, style: str, size: float = LETTER) -> str:
-    return f'<text x="{x:.1f}" y="{y:.1f}" font-size="{size:g}" {style}>{escape(text)}</text>'
+    return " ".join(bends)

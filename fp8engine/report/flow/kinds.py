@@ -7,7 +7,7 @@
     unary     elementwise and not linear
     ignore    reads the values (is there a NaN?) but returns none of them
 
-Operations are torch's aten ones, as a dispatch mode sees them; the names of others (flash_attn's, say) are searched.
+Operations are torch's aten ones, as a dispatch mode sees them; a name that no row has is searched (flash_attn's, say).
 """
 
 from __future__ import annotations
@@ -18,53 +18,36 @@ import re
 import torch
 from torch import nn
 
-_VIEW_LIKE = """
-    clone contiguous copy _to_copy _unsafe_view _reshape_alias reshape resize alias detach lift_fresh lift cat stack
-    index index_select gather take masked_select slice_scatter select_scatter diagonal_scatter scatter scatter_add
-    scatter_reduce index_put _index_put_impl _unsafe_index index_add index_copy index_fill masked_scatter
-    constant_pad_nd reflection_pad1d reflection_pad2d replication_pad1d replication_pad2d roll flip
-    repeat repeat_interleave masked_fill where tril triu neg native_dropout dropout
-    im2col col2im pixel_shuffle pixel_unshuffle nan_to_num
-    clamp complex polar
-    upsample_nearest1d upsample_nearest2d upsample_bilinear2d upsample_bicubic2d pin_memory to expand conj_physical
-    _conj_physical channel_shuffle split_copy view_copy real imag split_with_sizes_copy unfold_copy
-"""
-_UNARY = """
-    gelu silu relu relu6 sigmoid tanh hardswish hardsigmoid hardtanh leaky_relu elu celu selu mish softplus softshrink
-    hardshrink threshold prelu _prelu_kernel rrelu_with_noise log_sigmoid_forward glu exp exp2 expm1 log log1p log2 pow
-    square erf sqrt rsqrt reciprocal abs sin cos maximum minimum fmax fmin clamp_min clamp_max sign round floor sinh
-    cosh atan
-"""
-_REDUCE = """
-    mean sum var var_mean std std_mean amax amin max min norm linalg_vector_norm logsumexp prod nansum
-"""
-_MATMUL = """
-    mm addmm bmm baddbmm mv addmv dot linear matmul _grouped_mm _scaled_mm _scaled_mm_v2 _scaled_grouped_mm addbmm
-    _addmm_activation _int_mm mkldnn_linear _linear
-"""
-_IGNORE = """
-    isnan isinf isfinite all any equal allclose is_nonzero _local_scalar_dense _assert_async _assert_tensor_metadata
-    empty_like zeros_like ones_like full_like rand_like randn_like new_empty new_zeros new_ones new_full
-    new_empty_strided size numel sym_size record_stream set bernoulli random
-"""
-_EXACT = {
-    name: group
-    for group, names in {
-        "view_like": _VIEW_LIKE,
-        "unary": _UNARY,
-        "reduce": _REDUCE,
-        "matmul": _MATMUL,
-        "ignore": _IGNORE,
-        "reset": "fill zero normal uniform",
-        "add": "add sub rsub lerp",
-        "mul": "mul div",
-        "softmax": "_softmax _safe_softmax softmax special_softmax",
-        "log_softmax": "_log_softmax log_softmax",
-        "embedding": "embedding embedding_bag _embedding_bag _embedding_bag_forward_only",
-        "convolution": "convolution _convolution cudnn_convolution mkldnn_convolution conv1d conv2d conv3d",
-    }.items()
-    for name in names.split()
+# Group -> the names of its operations, without those that their schema calls views and those that _SEARCHED finds.
+_GROUPS = {
+    "view_like": """
+        clone copy _to_copy _unsafe_view resize lift cat stack index index_select gather take masked_select
+        slice_scatter select_scatter diagonal_scatter scatter scatter_add scatter_reduce index_put
+        _index_put_impl _unsafe_index index_add index_copy index_fill masked_scatter roll flip repeat
+        repeat_interleave masked_fill where tril triu neg im2col col2im pixel_shuffle pixel_unshuffle nan_to_num
+        clamp complex polar conj_physical _conj_physical channel_shuffle split_copy view_copy
+        split_with_sizes_copy unfold_copy detach reshape""",
+    "unary": """
+        sigmoid tanh hardswish hardsigmoid hardtanh elu celu selu mish softplus softshrink hardshrink threshold
+        log_sigmoid_forward glu exp exp2 expm1 log log1p log2 pow square erf sqrt rsqrt reciprocal abs sin cos
+        maximum minimum fmax fmin clamp_min clamp_max sign round floor sinh cosh atan""",
+    "reduce": "mean sum var var_mean std std_mean amax amin max min norm linalg_vector_norm logsumexp prod nansum",
+    "matmul": """
+        mm addmm bmm baddbmm mv addmv dot _grouped_mm _scaled_mm _scaled_mm_v2 _scaled_grouped_mm addbmm
+        _addmm_activation _int_mm""",
+    "ignore": """
+        isnan isinf isfinite all any equal allclose is_nonzero _local_scalar_dense _assert_async
+        _assert_tensor_metadata empty_like zeros_like ones_like full_like rand_like randn_like new_empty
+        new_zeros new_ones new_full new_empty_strided size numel sym_size record_stream set bernoulli random""",
+    "reset": "fill zero normal uniform",
+    "add": "add sub rsub lerp",
+    "mul": "mul div",
+    "softmax": "_softmax _safe_softmax softmax special_softmax",
+    "log_softmax": "_log_softmax log_softmax",
+    "embedding": "embedding embedding_bag _embedding_bag _embedding_bag_forward_only",
+    "convolution": "convolution _convolution cudnn_convolution mkldnn_convolution conv1d conv2d conv3d",
 }
+_EXACT = {name: group for group, names in _GROUPS.items() for name in names.split()}
 # The first that is found in a name decides.
 _SEARCHED = (
     ("loss|cross_entropy|kl_div", "loss"),

@@ -10,7 +10,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from fp8engine.report.flow.fold import Folded
+from fp8engine.report.flow.graph import Folded
 
 GAP, POINT = 18.0, 12.0  # between neighbours; the width of an edge's point
 SWEEPS, ORDERED = 160, 24  # down and up in turn; how many of them may change the order in a row

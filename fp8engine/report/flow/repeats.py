@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Hashable, Iterable, Iterator, Sequence
+from typing import TypeVar
 
+Key = TypeVar("Key", bound=Hashable)
+Value = TypeVar("Value")
 SPANS = 4  # of numbers that a name lists; of more it shows the first two and the last
 Parts = tuple[str | tuple[int, ...], ...]  # of a name, between its dots; numbers of blocks are tuples
 
@@ -47,6 +50,18 @@ def shared(names: Iterable[str]) -> str:
     return "".join(f"{part}." for part, *_ in itertools.takewhile(lambda those: len(set(those)) == 1, parts))
 
 
+def grouped(pairs: Iterable[tuple[Key, Value]]) -> dict[Key, list[Value]]:
+    """The values of each key, keys and values in the order in which they come.
+
+    >>> grouped([("a", 1), ("b", 2), ("a", 3)])
+    {'a': [1, 3], 'b': [2]}
+    """
+    found: dict[Key, list[Value]] = {}
+    for key, value in pairs:
+        found.setdefault(key, []).append(value)
+    return found
+
+
 def spans(numbers: Iterable[int]) -> list[tuple[int, int]]:
     """(first, last) of each run of neighbours.
 
@@ -73,10 +88,8 @@ def _numbers(parts: Parts) -> list[int]:
 
 def _beside(rows: dict[tuple[Parts, Hashable, int], list[int]]) -> Iterator[tuple[tuple, list[int]]]:
     """Groups in their order, the largest of one family first."""
-    families: dict[Parts, list] = {}
-    for (parts, key, i), members in sorted(rows.items(), key=lambda row: row[0][2]):
-        family = tuple("" if isinstance(part, tuple) else part for part in parts)
-        families.setdefault(family, []).append(((parts, key, i), members))
+    in_order = sorted(rows.items(), key=lambda row: row[0][2])
+    families = grouped((tuple("" if isinstance(part, tuple) else part for part in row[0][0]), row) for row in in_order)
     for family in families.values():
         yield from sorted(family, key=lambda row: -len(row[1]))
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import io
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 
-from fp8engine.report.flow import draw, repeats, text
+from fp8engine.amp.text import FOLD, as_text
+from fp8engine.report.flow import draw, repeats
 from fp8engine.report.flow.graph import Consumer, Graph, Layer
 from fp8engine.report.flow.origins import Origin
 
@@ -21,27 +21,21 @@ class Flow(Graph):
 
     def table(self, width: int = 160) -> str:
         """Text, `width` columns wide; layers whose rows differ in the numbers of their blocks alone are one row."""
-        from rich.console import Console  # here: importing rich draws from Python's random numbers
-        from rich.table import Table
-
-        table = Table(title="Who consumes what", title_justify="left")
-        for heading in ("layer", "input from", "output to", "reads the same input", "calls"):
-            table.add_column(heading, overflow="fold", ratio=None if heading == "calls" else 1)
-        names, layers = list(self.layers), list(self.layers.values())
+        rows, names, layers = [], list(self.layers), list(self.layers.values())
         for name, members in repeats.fold(zip(names, map(_alike, names, layers), strict=True)):
             those = [layers[i] for i in members]
             others = _told((other, "") for layer in those for other in layer.shares_input_with)
-            table.add_row(
-                name or "(the model)",
-                "\n".join(_told((each.name, each.kind) for layer in those for each in layer.producer)),
-                "\n".join(_told((each.name, each.kind) for layer in those for each in layer.consumers))
-                or ("nothing reads it" if those[0].calls else "never ran"),
-                "\n".join(_beside(other, name) for other in others),
-                str(those[0].calls),
-            )
-        out = io.StringIO()
-        Console(file=out, width=width, color_system=None, legacy_windows=False, markup=False, emoji=False).print(table)
-        return out.getvalue()
+            read_by = _told((each.name, each.kind) for layer in those for each in layer.consumers)
+            cells = [
+                [name or "(the model)"],
+                _told((each.name, each.kind) for layer in those for each in layer.producer),
+                read_by or ["nothing reads it" if those[0].calls else "never ran"],
+                [other.removeprefix(name[: name.rfind(".") + 1]) for other in others],  # from the module around both
+                [str(those[0].calls)],
+            ]
+            rows.append(["\n".join(lines) for lines in cells])
+        headings = ("layer", "input from", "output to", "reads the same input", "calls")
+        return as_text("Who consumes what", [(heading, FOLD) for heading in headings], rows, (), width)
 
     def to_svg(self, formats: Mapping[str, Sequence[str]] | None = None) -> str:
         """The graph as one self-contained SVG, repeated blocks drawn once.
@@ -52,7 +46,7 @@ class Flow(Graph):
 
     def to_mermaid(self) -> str:
         """The same graph as a Mermaid flowchart, which GitHub, notebooks and documentation tools render."""
-        return text.mermaid(self)
+        return draw.mermaid(self)
 
     def __str__(self) -> str:
         return self.table()
@@ -63,21 +57,17 @@ def flow_of(names: Iterable[str], made: Sequence[Origin], sharing: Iterable[Sequ
 
     names: of the layers that are modules.  made: every origin, in order.  sharing: layers that read one tensor.
     """
-    calls: dict[str, list[Origin]] = {}
-    for origin in made:
-        if origin.layer is not None:
-            calls.setdefault(origin.layer, []).append(origin)
-    together: dict[str, dict[str, None]] = {}
-    for group in sharing:
-        for layer in group:
-            together.setdefault(layer, {}).update(dict.fromkeys(other for other in group if other != layer))
+    calls = repeats.grouped((origin.layer, origin) for origin in made if origin.layer is not None)
+    together = repeats.grouped(
+        (layer, other) for group in sharing for layer in group for other in group if other != layer
+    )
     layers = {}
     for name in dict.fromkeys((*calls, *names)):
         mine = calls.get(name, [])
         layers[name] = Layer(
-            _each_once(_consumer(consumer) for call in mine for consumer in call.consumers),
-            _each_once(_producer(origin) for call in mine for origin in call.of),
-            tuple(together.get(name, ())),
+            _told_of((consumer for call in mine for consumer in call.consumers), made=False),
+            _told_of((origin for call in mine for origin in call.of), made=True),
+            tuple(dict.fromkeys(together.get(name, ()))),
             len(mine),
         )
     return Flow(layers, *_graph(made))
@@ -111,24 +101,13 @@ def _told(named: Iterable[tuple[str, str]]) -> list[str]:
     return [f"{once[i][1]} {name.partition(' × ')[0]}".lstrip() for name, (i, *_) in repeats.fold(once)]
 
 
-def _beside(other: str, name: str) -> str:
-    """A layer's name without that of the module around both."""
-    return other.removeprefix(name[: name.rfind(".") + 1])
-
-
-def _consumer(origin: Origin) -> Consumer:
-    origin = origin.resolved()
-    return Consumer(origin.kind, origin.name, origin.where)
-
-
-def _producer(origin: Origin) -> Consumer:
-    origin = origin.resolved()
-    attention = origin.kind == "softmax" and origin.name.endswith("attention")
-    return Consumer("attention" if attention else origin.kind, origin.name, origin.where)
-
-
-def _each_once(consumers: Iterable[Consumer]) -> tuple[Consumer, ...]:
-    return tuple(dict.fromkeys(consumers))
+def _told_of(origins: Iterable[Origin], *, made: bool) -> tuple[Consumer, ...]:
+    """Each once as a Consumer.  made: they made a tensor, rather than read it: a softmax made it as an attention."""
+    found = {}
+    for origin in (origin.resolved() for origin in origins):
+        attention = made and origin.kind == "softmax" and origin.name.endswith("attention")
+        found[Consumer("attention" if attention else origin.kind, origin.name, origin.where)] = None
+    return tuple(found)
 
 
 def _graph(made: Sequence[Origin]) -> tuple[tuple[Consumer, ...], tuple[tuple[int, int], ...]]:
@@ -145,7 +124,7 @@ def _graph(made: Sequence[Origin]) -> tuple[tuple[Consumer, ...], tuple[tuple[in
         key = (origin.layer,) if origin.layer is not None else (*here[:3], seen[here])
         if key not in known:
             known[key] = len(nodes)
-            nodes.append(_producer(origin))
+            nodes += _told_of([origin], made=True)
         node_of[id(origin)] = known[key]
     pairs = (
         (node_of[id(source.resolved())], node_of[id(origin.resolved())]) for origin in made for source in origin.of

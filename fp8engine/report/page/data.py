@@ -18,7 +18,7 @@ import itertools
 import json
 import math
 import string
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fp8engine.auto.history import Sample
@@ -41,23 +41,23 @@ def blob(report: Facts, samples: Mapping[str, Sequence[Sample]]) -> dict[str, An
     """The value that `to_json` writes into the page.
 
     steps: the last of each column.  thinned: whether a column may be several samples.  layers: name -> role -> the rows
-    above, in the report's order.  max, margin: of each cast.
+    above, of those that were sampled, in the report's order.  max, margin: of each cast.
     """
     steps = sorted({sample.step for each in samples.values() for sample in each})
     spans = (each.span for each in report.auto.samples.values())
     every = max(math.ceil(len(steps) / COLUMNS), 1)
     columns = {step: i // every for i, step in enumerate(steps)}
     casts: dict[str, int] = {}
-    layers: dict[str, dict[str, dict]] = {name: {} for name in _names(report, samples)}
+    layers: dict[str, dict[str, dict]] = {layer["name"]: {} for layer in report.layers}
     width = math.ceil(len(steps) / every)
     for slot, seen in samples.items():
         layer, _, role = slot.rpartition(".")
-        layers[layer][role] = _rows(seen, columns, width, casts)
+        layers.setdefault(layer, {})[role] = _rows(seen, columns, width, casts)
     return {
         "steps": [steps[min((i + 1) * every, len(steps)) - 1] for i in range(width)],
         "thinned": every > 1 or max(spans, default=1) > 1,
-        "casts": [{"label": label, "max": _max(label), "margin": _margin(label)} for label in casts],
-        "layers": [{"name": name, "slots": slots} for name, slots in layers.items()],
+        "casts": [_told(label) for label in casts],
+        "layers": [{"name": name, "slots": slots} for name, slots in layers.items() if slots],
         "roles": list(ROLES),
     }
 
@@ -70,13 +70,6 @@ def to_json(value) -> str:
     """
     text = json.dumps(value, allow_nan=False, separators=(",", ":"))
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
-
-
-def _names(report: Facts, slots: Iterable[str]) -> list[str]:
-    """Layers that were sampled: in the report's order, then any that it lists under another name."""
-    seen = dict.fromkeys(slot.rpartition(".")[0] for slot in slots)
-    known = dict.fromkeys(layer["name"] for layer in report.layers if layer["name"] in seen)
-    return list(known | seen)
 
 
 def _rows(seen: Sequence[Sample], columns: Mapping[int, int], width: int, casts: dict[str, int]) -> dict[str, Any]:
@@ -122,11 +115,7 @@ def _share(value: float) -> int:
     return max(round(500 * (math.log10(value) + 8)) + 1, 1) if value > 0 else 0
 
 
-def _max(label: str) -> float | None:
-    """The largest value of a cast's format, if that is FP8: what amax is scaled to."""
-    format = FORMATS.get(label.partition("/")[0])
-    return format.max if format is not None and format.is_fp8 else None
-
-
-def _margin(label: str) -> int:
-    return int(label.rpartition(" margin ")[2]) if " margin " in label else 0
+def _told(label: str) -> dict[str, Any]:
+    """A cast.  max: the largest value of its format, if that is FP8: what amax is scaled to."""
+    format, margin = FORMATS.get(label.partition("/")[0]), label.partition(" margin ")[2]
+    return {"label": label, "max": format.max if format and format.is_fp8 else None, "margin": int(margin or 0)}

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import math
+import re
 import statistics
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from fp8engine.auto.history import Sample
-from fp8engine.report.facts import Facts
+from fp8engine.report.facts import Facts, Layer
 from fp8engine.report.flow import repeats
 from fp8engine.report.folded import HARMLESS, measured
-from fp8engine.report.rows import Layer
 from fp8engine.scaling.table import ROLES
 
+NUMBER = re.compile(r"(?<![\w.])\d+(?:\.\d+)?(?:e[-+]?\d+)?(?=x? |%|,|;|\)|$)")
 PAINTS = {"cast": "format", "sqnr": "SQNR", "flushed": "flushed to zero", "crest": "amax / rms"}
 
 
@@ -26,11 +27,6 @@ class Card(NamedTuple):
     mood: str = ""
     slot: str = ""
     share: float | None = None
-
-
-def recipes(report: Facts) -> list[str]:
-    """The recipes of the converted layers."""
-    return sorted({layer["recipe"] for layer in report.layers if layer["recipe"] != "none"})
 
 
 def cards(report: Facts, samples: Mapping[str, Sequence[Sample]], losses: Sequence[float] | None) -> list[Card]:
@@ -69,20 +65,6 @@ def cards(report: Facts, samples: Mapping[str, Sequence[Sample]], losses: Sequen
     return found
 
 
-def why_no_maps(report: Facts) -> str:
-    """The text in place of the maps: why there are none."""
-    if not report.auto.plans:
-        return (
-            "No layer is under auto: a fixed recipe gives each tensor one cast for good, so nothing is measured over "
-            'time. The casts are in the table of layers below; fe.convert(model, "auto") decides, and shows it here.'
-        )
-    if report.auto.repeats:
-        return "This run repeats a plan: nothing is measured; what it changed, and when, is under Decisions."
-    if report.auto.failed:
-        return " ".join(report.auto.failed)
-    return "Nothing has been seen yet: the first sample is read when the second training step begins."
-
-
 def casts(numbers: Mapping) -> list[str]:
     """Every cast on the maps, without what another matmul reads."""
     return sorted({cast["label"].partition(" (")[0] for cast in numbers["casts"]})
@@ -104,6 +86,31 @@ def outliers(report: Facts) -> list[dict]:
     return sorted(rows.values(), key=lambda each: -each["ratio"])
 
 
+def decisions(report: Facts, samples: Mapping[str, Sequence[Sample]]) -> list[dict[str, Any]]:
+    """Decisions, those with one sentence together, and those about the greatest outliers first.
+
+    An entry for each sentence: before, after, why, when; slots, folded; changes; crest, least SQNR, more of it.
+    """
+    groups = repeats.grouped(
+        ((each["before"], each["after"], NUMBER.sub("", each["why"])), each) for each in report.decisions
+    )
+    crests = {slot: max((each.crest for each in seen), default=0.0) for slot, seen in samples.items()}
+    told = [_told(group, max(crests.get(each["slot"], 0.0) for each in group)) for group in groups.values()]
+    return sorted(told, key=lambda each: (-each["crest"], len(each["changes"])))
+
+
+def told_once(sentences: Sequence[str]) -> str:
+    """One sentence for several that differ in their numbers alone; it has the least and the largest of each number.
+
+    >>> told_once(["SQNR 24.9 dB where 31.9 dB can be had", "SQNR 25.2 dB where 31.9 dB can be had"])
+    'SQNR 24.9 to 25.2 dB where 31.9 dB can be had'
+    """
+    columns = zip(*(NUMBER.findall(sentence) for sentence in sentences), strict=True)
+    ranges = [tuple(dict.fromkeys((min(column, key=float), max(column, key=float)))) for column in columns]
+    first, *others = NUMBER.split(sentences[0])
+    return first + "".join(" to ".join(numbers) + words for numbers, words in zip(ranges, others, strict=True))
+
+
 def across(count: int) -> int:
     """How many cards a row of a wide page has, so that the last row lacks as few as possible.
 
@@ -122,11 +129,6 @@ def troubled(report: Facts) -> list[tuple[int, Layer]]:
 def largest(layer: Mapping, key: str) -> float:
     """The largest share that a layer's input, weight or gradient loses; -1.0 where none was looked at."""
     return max(-1.0 if (share := measured(layer[role], key)) is None else share for role in ROLES)
-
-
-def left(report: Facts) -> list[Layer]:
-    """Layers that are not in FP8."""
-    return [layer for layer in report.layers if layer["recipe"] == "none" or not layer["ran"] or not layer["fp8_share"]]
 
 
 def decibel(value: float | None) -> str:
@@ -164,3 +166,20 @@ def _lost(report: Facts, title: str, key: str) -> Card:
 
 def _percent(share: float) -> str:
     return "0 %" if share == 0 else "< 0.001 %" if share < 1e-5 else f"{100 * share:.2g} %"
+
+
+def _told(group: Sequence[dict], crest: float) -> dict[str, Any]:
+    slots = dict.fromkeys(each["slot"] for each in group)
+    steps = sorted({each["step"] for each in group})
+    noise = [each["sqnr_db"] for each in group if each["sqnr_db"] is not None and math.isfinite(each["sqnr_db"])]
+    return {
+        "before": group[0]["before"],
+        "after": group[0]["after"],
+        "why": told_once([each["why"] for each in group]),
+        "when": f"steps {steps[0]} to {steps[-1]}" if steps[1:] else f"step {steps[0]}",
+        "slots": [told for told, _ in repeats.fold((slot, "") for slot in slots)],
+        "changes": group,
+        "crest": crest,
+        "least": min(noise) if noise else group[0]["sqnr_db"],
+        "more": len(noise) > 1 and max(noise) > min(noise),
+    }

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 # E4M3 blue, E5M2 amber, the finer the darker; a margin turns them green; 16 bits and more grey.  Told apart by
 # colour-blind readers too, on white and on black.
@@ -46,30 +46,21 @@ def format_map(blob: Mapping, role: str) -> list[tuple[str, str]]:
     """(colour, path) of each cast on a map of layers x samples: its runs along the rows."""
     paths: dict[int, list[str]] = {}
     for y, layer in enumerate(blob["layers"]):
-        for cast, x, length in _runs(layer["slots"].get(role, {}).get("cast", ())):
-            paths.setdefault(cast, []).append(f"M{x} {y}.06h{length}v.88h-{length}z")
+        x = 0
+        for cast, length in layer["slots"].get(role, {}).get("cast", ()):
+            if cast is not None:
+                paths.setdefault(cast, []).append(f"M{x} {y}.06h{length}v.88h-{length}z")
+            x += length
     return [(colour(blob["casts"][cast]["label"]), "".join(parts)) for cast, parts in sorted(paths.items())]
 
 
-class Curve(NamedTuple):
-    """The drawing of a loss against its step, in units of WIDTH x HEIGHT.
+def loss_curve(losses: Sequence[float], marks: Mapping[int, int]) -> dict[str, Any] | None:
+    """Loss against step, in units of WIDTH x HEIGHT; None where none is finite.  marks: step -> formats changed.
 
-    steps, first, last: how many there are, and the losses at both ends.  raw, smooth: paths.  levels: (y, loss) of the
-    lines across.  times: (x, step) along the lower edge.  marks: (x, step, formats that changed there).
+    steps, first, last: how many there are, and the losses at both ends.  raw, smooth: paths, as measured and smoothed.
+    levels: (y, loss) of the lines across.  times: (x, step) along the lower edge.
+    marks: (x, step, formats that changed there).
     """
-
-    steps: int
-    first: float
-    last: float
-    raw: str
-    smooth: str
-    levels: list[tuple[float, float]]
-    times: list[tuple[float, int]]
-    marks: list[tuple[float, int, int]]
-
-
-def loss_curve(losses: Sequence[float], marks: Mapping[int, int]) -> Curve | None:
-    """Loss against step, as measured and smoothed; None where none is finite.  marks: step -> formats changed."""
     finite = [loss for loss in losses if math.isfinite(loss)]
     if not finite:
         return None
@@ -78,16 +69,16 @@ def loss_curve(losses: Sequence[float], marks: Mapping[int, int]) -> Curve | Non
     low, high = low - room, high + room
     x = lambda step: LEFT + (RIGHT - LEFT) * step / max(len(losses) - 1, 1)  # noqa: E731 - a scale, used below
     y = lambda loss: TOP + (BOTTOM - TOP) * (high - loss) / (high - low)  # noqa: E731 - the other one
-    return Curve(
-        len(losses),
-        finite[0],
-        finite[-1],
-        _line(losses, x, y),
-        _line(_smooth(losses), x, y),
-        [(y(tick), tick) for tick in ticks(low, high, 5)],
-        [(x(tick), int(tick)) for tick in ticks(0, len(losses) - 1, 8) if tick == int(tick)],
-        [(x(step), step, count) for step, count in marks.items() if 0 <= step < len(losses)],
-    )
+    return {
+        "steps": len(losses),
+        "first": finite[0],
+        "last": finite[-1],
+        "raw": _line(losses, x, y),
+        "smooth": _line(_smooth(losses), x, y),
+        "levels": [(y(tick), tick) for tick in ticks(low, high, 5)],
+        "times": [(x(tick), int(tick)) for tick in ticks(0, len(losses) - 1, 8) if tick == int(tick)],
+        "marks": [(x(step), step, count) for step, count in marks.items() if 0 <= step < len(losses)],
+    }
 
 
 def ticks(low: float, high: float, most: int) -> list[float]:
@@ -103,16 +94,6 @@ def ticks(low: float, high: float, most: int) -> list[float]:
     step = next(unit * times for times in (1, 2, 5, 10) if unit * times >= rough * (1 - 1e-9))
     first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
     return [float(f"{i * step:.10g}") for i in range(first, last + 1)]
-
-
-def _runs(casts: Iterable[Sequence]) -> list[tuple[int, int, int]]:
-    """(cast, first column, columns) of every stretch of one cast."""
-    runs, x = [], 0
-    for cast, length in casts:
-        if cast is not None:
-            runs.append((cast, x, length))
-        x += length
-    return runs
 
 
 def _line(values: Sequence[float], x, y) -> str:

@@ -1,4 +1,4 @@
-"""Networks to measure, in plain torch, which a bare checkout has: a decoder block; models built of it.
+"""Networks to train and measure, in plain torch, which a bare checkout has: a decoder block; models built of it.
 
 block   x + attention(norm(x)), then x + mlp(norm(x)); RMSNorm, rotary positions, grouped queries, SwiGLU as in Llama
 llama   tokens -> blocks, causal -> logits        bert   tokens -> blocks with LayerNorm and GELU -> logits
@@ -15,8 +15,13 @@ from torch import nn
 from torch.nn import functional as F
 
 from fp8engine.autograd.attention import Cache, Scores, attention, rotate
+from fp8engine.bench.steps import Case, Variant, as_graphs
+from fp8engine.bench.steps import variants as steps_variants
 from fp8engine.nn import Heads, TransformerLayer
 from fp8engine.nn.layernorm_linear import norm_of
+
+PATCH = 4  # pixels
+MEMORY = {"": {}, ", recompute": {"recompute": True}, ", FP8 inputs": {"recompute": True, "store": "fp8"}}
 
 
 class Size(NamedTuple):
@@ -57,29 +62,20 @@ class Attention(nn.Module):
         return self.o_proj(attention(q, k, v, scores=self.scores).transpose(1, 2).flatten(-2))
 
 
-class Gated(nn.Module):
-    """SwiGLU."""
+class MLP(nn.Module):
+    """SwiGLU without biases, or GELU with them; layers named as transformers' Llama names them."""
 
-    def __init__(self, size: Size):
+    def __init__(self, size: Size, gated: bool):
         super().__init__()
-        self.gate_proj, self.up_proj = (nn.Linear(size.hidden, size.intermediate, bias=False) for _ in range(2))
-        self.down_proj = nn.Linear(size.intermediate, size.hidden, bias=False)
+        self.gate_proj = nn.Linear(size.hidden, size.intermediate, bias=False) if gated else None
+        self.up_proj = nn.Linear(size.hidden, size.intermediate, bias=not gated)
+        self.down_proj = nn.Linear(size.intermediate, size.hidden, bias=not gated)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [..., hidden]."""
+        if self.gate_proj is None:
+            return self.down_proj(F.gelu(self.up_proj(x)))
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
-
-
-class Plain(nn.Module):
-    """GELU."""
-
-    def __init__(self, size: Size):
-        super().__init__()
-        self.up, self.down = nn.Linear(size.hidden, size.intermediate), nn.Linear(size.intermediate, size.hidden)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x [..., hidden]."""
-        return self.down(F.gelu(self.up(x)))
 
 
 def _norm(size: Size, llama: bool) -> nn.Module:
@@ -94,7 +90,7 @@ class Block(nn.Module):
         super().__init__()
         self.input_layernorm, self.post_attention_layernorm = (_norm(size, llama) for _ in range(2))
         self.self_attn = Attention(size, 1e4 if llama else None, llama)
-        self.mlp = Gated(size) if llama else Plain(size)
+        self.mlp = MLP(size, gated=llama)
 
     def forward(self, x: torch.Tensor, cache: Cache | None = None) -> torch.Tensor:
         """x [batch, T, hidden]."""
@@ -107,27 +103,24 @@ def fused(network: nn.Module, recipe: str, **memory: Any) -> nn.Module:
     if isinstance(network, Model):
         network.blocks = nn.ModuleList(fused(block, recipe, **memory) for block in network.blocks)
         return network
-    own: Any = network
-    attention, norm, mlp = own.self_attn, norm_of(own.input_layernorm).norm, own.mlp
-    weights = {
-        name.replace("mlp.up.", "mlp.up_proj.").replace("mlp.down.", "mlp.down_proj."): value
-        for name, value in own.state_dict().items()
-    }
+    block: Any = network
+    attention, norm, gated = block.self_attn, norm_of(block.input_layernorm).norm, block.mlp.gate_proj is not None
+    hidden, weight = attention.q_proj.in_features, attention.q_proj.weight
     count, of_keys = (layer.out_features // attention.width for layer in (attention.q_proj, attention.k_proj))
     made = TransformerLayer(
-        attention.q_proj.in_features,
-        weights["mlp.up_proj.weight"].shape[0],
+        hidden,
+        block.mlp.up_proj.out_features,
         Heads(count, of_keys, theta=attention.theta, causal=attention.scores.causal),
-        "swiglu" if isinstance(mlp, Gated) else "gelu",
-        () if isinstance(mlp, Gated) else ("up_proj", "down_proj"),
+        "swiglu" if gated else "gelu",
+        () if gated else ("up_proj", "down_proj"),
         recipe=recipe,
         norm=norm.kind,
         eps=norm.eps,
-        device=attention.q_proj.weight.device,
-        dtype=attention.q_proj.weight.dtype,
+        device=weight.device,
+        dtype=weight.dtype,
         **memory,
     )
-    made.load_state_dict(weights)
+    made.load_state_dict(block.state_dict())
     return made
 
 
@@ -157,34 +150,36 @@ class Model(nn.Module):
         return self.lm_head(self.norm(x))
 
 
-class Network(NamedTuple):
-    """make: () -> module in FP32 on the CPU.  inputs: (tokens, sequence, device, seed) -> its argument."""
-
-    make: Callable[[Size], nn.Module]
-    inputs: Callable[[Size, int, int, torch.Generator], torch.Tensor]
-
-
-def _activations(size: Size, tokens: int, sequence: int, random: torch.Generator) -> torch.Tensor:
-    shape = (max(tokens // sequence, 1), sequence, size.hidden)
-    return torch.randn(shape, generator=random, device=random.device)
-
-
-def _tokens(size: Size, tokens: int, sequence: int, random: torch.Generator) -> torch.Tensor:
-    shape = (max(tokens // sequence, 1), sequence)
-    return torch.randint(size.vocabulary, shape, generator=random, device=random.device)
-
-
-PATCH = 4
-
-
-def _images(size: Size, tokens: int, sequence: int, random: torch.Generator) -> torch.Tensor:
-    side = PATCH * max(round(sequence**0.5), 1)
-    return torch.randn(max(tokens // sequence, 1), 3, side, side, generator=random, device=random.device)
-
-
-NETWORKS = {
-    "block": Network(Block, _activations),
-    "llama": Network(lambda size: Model(size, True), _tokens),
-    "bert": Network(lambda size: Model(size, False), _tokens),
-    "vit": Network(lambda size: Model(size, False, PATCH), _images),
+# name -> how it is made: in FP32
+NETWORKS: dict[str, Callable[[Size], nn.Module]] = {
+    "block": Block,
+    "llama": lambda size: Model(size, True),
+    "bert": lambda size: Model(size, False),
+    "vit": lambda size: Model(size, False, PATCH),
 }
+
+
+def case(name: str, size: Size, tokens: int, sequence: int, target: float | None = None) -> Case:
+    """One of NETWORKS to be trained on so many tokens, or patches, of random inputs in sequences of that length."""
+    batch = max(tokens // sequence, 1)
+
+    def inputs(random: torch.Generator) -> torch.Tensor:
+        if name in ("llama", "bert"):
+            return torch.randint(size.vocabulary, (batch, sequence), generator=random, device=random.device)
+        side = PATCH * max(round(sequence**0.5), 1)
+        shape = (batch, sequence, size.hidden) if name == "block" else (batch, 3, side, side)
+        return torch.randn(shape, generator=random, device=random.device)
+
+    about = {"network": name, "size": str(size), "tokens": tokens}
+    return Case(about, lambda: NETWORKS[name](size), inputs, target)
+
+
+def variants(where: torch.device, in_graphs: bool) -> dict[str, Variant]:
+    """Those of steps.py, and "layer X": every block an fe.TransformerLayer, with its memory options."""
+    layers = {f"layer current{label}": Variant(_layer(**memory)) for label, memory in MEMORY.items()}
+    compiled = as_graphs({"layer current": layers["layer current"]}, where) if in_graphs else {}
+    return {**steps_variants(where, in_graphs), **layers, **compiled}
+
+
+def _layer(**memory: Any) -> Callable[[nn.Module], nn.Module]:
+    return lambda network: fused(network.bfloat16(), "current", **memory)

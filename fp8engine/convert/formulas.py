@@ -1,16 +1,18 @@
-"""Activations and MLPs by what they compute: what the layers of an MLP's twin read is compared with what they wrote.
+"""Formulas that a module may compute: norms, activations and MLPs, each compared with what the module's twin does.
 
+    norm         y = (x [- mean(x)]) * rsqrt(mean((x [- mean(x)])^2) + eps) * w [+ b]     rows of several scales
     activation   y = f(x)
     MLP          x -> up -> h = f(up(x)), or f(gate(x)) * u(up(x)) -> down -> y
 
-Stand-ins write fixed random tensors, so that no matrix is needed, however wide the MLP is.
+The smallest row of a norm shows its eps.  In the place of an MLP's layers stand-ins write fixed random tensors, so that
+no matrix is needed, however wide it is: what they read is compared with what they wrote.
 """
 
 from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -23,16 +25,107 @@ from fp8engine.convert.twin import (
     Mode,
     StandIn,
     linear_layers_of,
+    own_attributes,
     parts_of,
     pulled,
     run,
     twin_of,
 )
+from fp8engine.ops.reference import Norm
 from fp8engine.ops.reference.activations import ACTIVATIONS, GATED, Activation
+from fp8engine.ops.reference.norm_quantize import KINDS
 
+SCALES = (1e-6, 1e-4, 1e-2, 1, 30, 1e3, 1e7)  # of the rows that a norm is given
+Given = Mapping[str, torch.Tensor]  # x, weight and bias of a norm, in float64; or gradients
 PLAIN = {kind: act for kind, act in ACTIVATIONS.items() if not act.gated}
 FUNCTIONS = PLAIN | {"sigmoid": ACTIVATIONS["glu"]._replace(gated=False)}
 UNGATED = {gated: plain for plain, gated in GATED.items()} | {"glu": "sigmoid"}
+
+
+Comparison = tuple[torch.Tensor, torch.Tensor, torch.Tensor, float]
+
+
+def _alike(compared: Iterable[Comparison]) -> bool:
+    """Whether tensors are the wanted ones.  Each: found, wanted, size of its terms, what part of that it may miss."""
+    return all(bool(((found - want).abs() <= part * size).all()) for found, want, size, part in compared)
+
+
+def _width(module: nn.Module, own: dict[str, nn.Parameter]) -> int:
+    """Features that a norm is over: of its weight, or as it says, or any; 0 if that cannot be."""
+    if (weight := own.get("weight")) is not None:
+        return weight.numel() if weight.dim() == 1 else 0
+    said = vars(module).get("normalized_shape", (64,))
+    return said[-1] if isinstance(said, tuple | list) and len(said) == 1 and isinstance(said[-1], int) else 0
+
+
+def norm(module: nn.Module) -> Callable | None:
+    """A look at a norm; None: the module cannot be one."""
+    own = {key: value for key, value in module._parameters.items() if value is not None}
+    width = _width(module, own)
+    plain = own.keys() <= {"weight", "bias"} and all(value.shape == (width,) for value in own.values())
+    if width < 2 or not plain or module._buffers or module._modules:
+        return None
+    return functools.partial(_run_norm, module, width, own.keys())
+
+
+def _run_norm(module: nn.Module, width: int, own: Collection[str], modes: tuple[Mode, ...]) -> Norm | None:
+    draw, like = Draw(), {"dtype": torch.float64, "device": "cpu"}
+    x = (2 * draw(1, 7, width) + 0.5) * torch.tensor(SCALES, **like)[:, None]
+    affine, dy = {"weight": draw(width).abs() + 0.5, "bias": 0.01 * draw(width)}, draw(*x.shape)
+    neutral = {"weight": torch.ones(width, **like), "bias": torch.zeros(width, **like)}
+    said = [value for _, value in own_attributes(module) if isinstance(value, float)]
+    twin, norms = twin_of(module), [Norm(*each) for each in itertools.product(KINDS, (0.0,), (False, True))]
+    for mode in modes:
+        read = {"x": mode.given(x)}
+        for key in own:
+            read[key] = twin._parameters[key] = nn.Parameter(affine[key].to(mode.dtype), requires_grad=mode.grad)
+        y = run(twin, mode, read["x"])
+        if type(y) is not torch.Tensor or y.dtype != mode.dtype or y.shape != x.shape:
+            return None
+        grads = {}
+        if mode.compares_gradients:
+            grads = dict(zip(read, pulled([y], [dy], list(read.values())), strict=True))
+        given = neutral | {key: value.detach().double() for key, value in read.items()}
+        if len(norms) > 1:
+            norms = [_with_eps(norm, given, y.double(), said) for norm in norms]
+        norms = [norm for norm in norms if norm.eps >= 0 and _agrees(norm, given, y, grads, dy)]
+        if not norms or (norms[0].kind == "rms" and "bias" in own):  # ours has none
+            return None
+    return norms[0]
+
+
+def _factors(norm: Norm, x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(x centred, by what it is multiplied)."""
+    centred = x - x.mean(-1, keepdim=True) if norm.kind == "layer" else x
+    rstd = (centred.square().mean(-1, keepdim=True) + norm.eps).rsqrt()
+    return centred, rstd * (weight + norm.zero_centered)
+
+
+def _agrees(norm: Norm, given: Given, y: torch.Tensor, grads: Given, dy: torch.Tensor) -> bool:
+    """Whether y is the norm of x, and these are the gradients, if any are given, of x and of parameters, by name."""
+    leaves = {key: value.clone().requires_grad_() for key, value in given.items()}
+    with torch.set_grad_enabled(bool(grads)):
+        centred, factor = _factors(norm, leaves["x"], leaves["weight"])
+        scaled = centred * factor
+        want = scaled + leaves["bias"]
+    compared = [(y.double(), want, scaled.abs() + leaves["bias"].abs(), TOLERANCES[y.dtype])]
+    wanted = torch.autograd.grad(want, [leaves[key] for key in grads], dy) if grads else ()
+    for (key, grad), expected in zip(grads.items(), wanted, strict=True):
+        terms = dy * factor if key == "x" else expected  # from which dx takes their means
+        compared.append((grad, expected, expected.abs() + terms.abs(), IN_BACKWARD))
+    return _alike((found, want, size.amax(-1, keepdim=True), part) for found, want, size, part in compared)
+
+
+def _with_eps(norm: Norm, given: Given, y: torch.Tensor, said: list[float]) -> Norm:
+    """The norm with the eps that the first row speaks for, whose eps is nearly all that is under the root.
+
+    Said by an attribute, it is that number; else the number of two digits that is as near, or as it was measured.
+    """
+    z = _factors(norm, given["x"], given["weight"])[0][0, 0]
+    scaled, squares = z * (given["weight"] + norm.zero_centered), z.square().mean()
+    eps = float(((scaled @ scaled) / (scaled @ (y[0, 0] - given["bias"]))).square() - squares)
+    near = 1e-4 * (abs(eps) + float(squares))
+    return norm._replace(eps=next((v for v in (*said, float(f"{eps:.2g}")) if abs(v - eps) <= near), eps))
 
 
 class Mlp(NamedTuple):
@@ -103,11 +196,11 @@ def _near(
     gate, top = leaves[0].abs(), torch.finfo(y.dtype).max
     size = (gate + of_gate.abs()) * of_up.abs()
     untold = (torch.maximum(size, of_gate.abs()) > top / 2) & (want.abs() <= 2 * top)
-    alike = (y == want.to(y.dtype)) | ((y - want).abs() <= TOLERANCES[y.dtype] * size) | untold
+    compared = [(torch.where(untold | (y == want.to(y.dtype)), want, y), want, size, TOLERANCES[y.dtype])]
     wanted = torch.autograd.grad(want, leaves, dy) if grads else ()
-    for grad, want, size in zip(grads, wanted, (of_up * dy, gate * dy), strict=False):
-        alike &= (grad - want).abs() <= IN_BACKWARD * (want.abs() + size.abs())
-    return bool(alike.all())
+    for grad, expected, terms in zip(grads, wanted, (of_up * dy, gate * dy), strict=False):
+        compared.append((grad, expected, expected.abs() + terms.abs(), IN_BACKWARD))
+    return _alike(compared)
 
 
 def mlp(module: nn.Module) -> Callable | None:

@@ -1,0 +1,184 @@
+"""fe.keep_budget_in_training: the budget is kept on a training's own batches, and nothing else of it changes."""
+
+import copy
+import logging
+import statistics
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from autos import controller
+from support import converted
+from torch import nn
+
+import fp8engine as fe
+from fp8engine.errors import BudgetWarning, StateError
+from tests.auto.test_keep_budget import SHARE, Taught, costs, forwards, plain_loss, taught, text
+
+BATCHES = 4
+OTHERS = [text(seed) for seed in range(100, 116)]
+
+
+def under(budget: float | None) -> Any:
+    return converted(taught(), fe.auto(budget=budget, interval=1))
+
+
+def train(model: nn.Module, steps: int, first: int = 0, micro: int = 1) -> list[float]:
+    """Losses of that many optimizer steps, each of `micro` batches that nobody has seen before."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-5)
+    losses = []
+    for step in range(first, first + steps):
+        for part in range(micro):
+            loss = model(*text(1000 + micro * step + part))["loss"]
+            fe.scaling_state(model).see_loss(loss)
+            (loss / micro).backward()
+            losses.append(float(loss.detach()))
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+class Forwards:
+    """Counts the model's forwards that are not the training's."""
+
+    def __init__(self, model: nn.Module):
+        self.count = 0
+        model.register_forward_pre_hook(self)
+
+    def __call__(self, model: nn.Module, args: tuple) -> None:
+        self.count += not model.training
+
+
+def test_a_training_without_text_keeps_the_budget_on_its_own_batches():
+    free = under(None)
+    train(free, 6)
+    whole = statistics.fmean(costs(free, OTHERS))
+    assert whole > 0
+    model = under(0.3 * whole / plain_loss(free, OTHERS))
+    fe.keep_budget_in_training(model, 2 * BATCHES)
+    train(model, 2 * BATCHES)
+    assert controller(model).spent is None
+    train(model, 1, first=2 * BATCHES)
+    spent = controller(model).spent
+    assert spent is not None
+    assert spent.kept
+    assert spent.batches == BATCHES  # half of those kept check
+    found = costs(model, OTHERS)
+    error = statistics.stdev(found) / len(found) ** 0.5
+    assert statistics.fmean(found) <= spent.budget * spent.loss + 3 * error
+
+
+def test_it_measures_before_steps_5_20_80_and_says_how_long_it_took(caplog):
+    model = under(0.5)
+    counted = Forwards(model)
+    handle = fe.keep_budget_in_training(model, BATCHES)
+    seen = []
+    with caplog.at_level(logging.WARNING, logger="fp8engine.auto.in_training"):
+        for step in range(1, 25):
+            before = counted.count
+            train(model, 1, first=step)
+            if counted.count > before:
+                seen.append(step)
+                assert 2 * BATCHES <= counted.count - before <= 9 * BATCHES
+        assert seen == [5, 20]
+        assert [record.args[0] for record in caplog.records] == seen
+        assert "kept" in caplog.records[0].getMessage()
+        handle.remove()
+        train(model, 60, first=25)
+    assert len(caplog.records) == 2
+
+
+def test_nothing_but_the_recipes_changes():
+    """Under a budget that pays for nothing a run with the hook repeats a run without, bit for bit; dropout is on."""
+    plain, watched = under(1.0), under(1.0)
+    fe.keep_budget_in_training(watched, BATCHES)
+    torch.manual_seed(1)
+    without = train(plain, 8)
+    torch.manual_seed(1)
+    assert train(watched, 8) == without
+    assert controller(watched).spent is not None
+    assert watched.training
+    for one, other in zip(plain.parameters(), watched.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_microbatches_of_one_optimizer_step_have_one_recipe():
+    """Measured before the first microbatch of the fifth step, and never between two microbatches."""
+    model = under(SHARE)
+    seen = []
+    model.register_forward_pre_hook(lambda model, args: seen.append((model.training, forwards(model))))
+    fe.keep_budget_in_training(model, BATCHES)
+    train(model, 8, micro=3)
+    recipes = [recipe for training, recipe in seen if training]
+    assert len(recipes) == 24
+    assert all(recipes[at] == recipes[at + 1] == recipes[at + 2] for at in range(3, 24, 3))
+    assert any(not training for training, _ in seen)
+
+
+def test_batches_are_kept_as_they_were():
+    """A loader that fills the same memory again does not change what is measured."""
+    model, again = under(0.5), under(0.5)
+    x, target = (torch.empty_like(part) for part in text(0))
+    found = []
+    for each, reuse in ((model, True), (again, False)):
+        fe.keep_budget_in_training(each, BATCHES)
+        optimizer = torch.optim.SGD(each.parameters(), lr=1e-5)
+        torch.manual_seed(2)
+        for step in range(5):
+            batch = text(step)
+            if reuse:
+                x.copy_(batch[0])
+                target.copy_(batch[1])
+                batch = x, target
+            loss = each(*batch)["loss"]
+            fe.scaling_state(each).see_loss(loss)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append(controller(each).spent)
+    assert found[0] is not None
+    assert found[0] == found[1]
+
+
+def test_a_copy_measures_for_itself():
+    model = under(0.5)
+    fe.keep_budget_in_training(model, BATCHES)
+    train(model, 3)
+    other = copy.deepcopy(model)
+    train(other, 3, first=3)
+    assert controller(other).spent is not None
+    assert controller(model).spent is None
+
+
+def test_what_cannot_be_measured_is_said_and_tried_again():
+    class Silent(Taught):
+        def forward(self, x, target):
+            return super().forward(x, target)["loss"][None, None].expand(2, 1)  # no one number
+
+    torch.manual_seed(0)
+    model: Any = converted(Silent(), fe.auto(budget=0.5, interval=1))
+    fe.keep_budget_in_training(model, BATCHES)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-5)
+    said = r"returns no loss of one number.*measured again at step 20"
+    for step in range(6):
+        with pytest.warns(BudgetWarning, match=said) if step == 4 else nullcontext():
+            loss = model(*text(step)).mean()
+        fe.scaling_state(model).see_loss(loss)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert controller(model).spent is None
+
+
+@pytest.mark.parametrize(
+    ("model", "batches", "why"),
+    [
+        (lambda: under(0.5), 3, "3 batches; want at least 4"),
+        (lambda: under(None), 8, "no layer has a budget"),
+        (lambda: converted(taught(), "current"), 8, "no layer is under `auto`"),
+    ],
+)
+def test_what_is_refused(model, batches: int, why: str):
+    with pytest.raises(StateError, match=f"keep_budget_in_training: {why}"):
+        fe.keep_budget_in_training(model(), batches)
