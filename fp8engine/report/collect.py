@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fp8engine._torch import plain_name
+from fp8engine._torch import foreach_norm, plain_name
 from fp8engine.autograd import Numerics
 from fp8engine.autograd.ready import TAKEN
 from fp8engine.convert.record import RECORD, Record
@@ -171,7 +171,7 @@ def _enter_amaxes(again: list[tuple[dict, torch.Tensor]]) -> None:
     """Give slots the largest finite magnitude of their weights; a device is waited for once for all of a dtype."""
     for kind in {(weight.device, weight.dtype) for _, weight in again}:
         here = [(slot, weight) for slot, weight in again if (weight.device, weight.dtype) == kind]
-        largest = torch.stack(torch._foreach_norm([weight for _, weight in here], math.inf)).tolist()
+        largest = torch.stack(foreach_norm([weight for _, weight in here], math.inf)).tolist()
         for (slot, weight), amax in zip(here, largest, strict=True):
             slot["amax"] = amax if math.isfinite(amax) else float(weight.nan_to_num(0.0, 0.0, 0.0).abs().max())
 
