@@ -35,7 +35,7 @@ BUDGET = {
     "export": 1_331,
     "integrations": 195,
     "kernels": 3_080,
-    "nn": 1_408,
+    "nn": 1_415,
     "numerics": 610,
     "ops": 3_198,
     "report": 2_825,

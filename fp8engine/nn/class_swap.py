@@ -10,6 +10,7 @@ attribute that holds the class's forward is bound to that of the new class.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from types import MethodType
 from typing import Any
 
@@ -27,8 +28,11 @@ class Mixin(nn.Module):
     mixin: type[Mixin]
     prefix = ""  # of the mixed class's name
 
-    def __reduce_ex__(self, protocol):  # a mixed class is no name in any file
-        return _remade, (self.mixin, self.plain), dict(self.__dict__)
+    def __reduce_ex__(self, protocol):  # a mixed class is no name in any file, nor may the one below be (fe.amp's)
+        make, args = _empty, (self.plain,)
+        if self.plain.__reduce_ex__ is not object.__reduce_ex__:
+            make, args, *_ = self.plain.__reduce_ex__(self, protocol)  # pyright: ignore[reportAssignmentType]
+        return _remade, (self.mixin, make, args), dict(self.__dict__)
 
 
 def bound_forwards(module: nn.Module) -> list[str]:
@@ -75,7 +79,12 @@ def _mixed(mixin: type[Mixin], plain: type[nn.Module], forward: Any) -> Any:
     return type(f"{mixin.prefix}{plain.__name__}", (mixin, plain), attributes)
 
 
-def _remade(mixin: type[Mixin], plain: type[nn.Module]) -> nn.Module:
-    """An empty instance for copy and pickle to fill."""
-    made = mixed(mixin, plain)
-    return made.__new__(made)
+def _empty(plain: type[nn.Module]) -> nn.Module:
+    return plain.__new__(plain)
+
+
+def _remade(mixin: type[Mixin], make: Callable[..., nn.Module], args: tuple) -> nn.Module:
+    """An instance for copy and pickle to fill."""
+    made = make(*args)
+    made.__class__ = mixed(mixin, type(made))
+    return made

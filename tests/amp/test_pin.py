@@ -250,6 +250,11 @@ def test_a_class_that_convert_makes_stays_when_a_pin_goes():
     fe.convert(other, "current")
     other(x)
     around = type(other[0])
+    assert isinstance(other[0], nn.LayerNorm)
+    twin = pickle.loads(pickle.dumps(other))
+    assert type(twin[0]) is around
+    assert is_pinned(twin[0])
+    assert torch.equal(twin(x), other(x))
     pin.remove()
     assert type(other[0]) is around
     assert not is_pinned(other[0])
