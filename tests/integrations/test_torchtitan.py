@@ -164,7 +164,10 @@ def test_models_of_one_config_have_states_of_their_own(debug_model):
     [
         ({"recipe": "rowise"}, "unknown recipe 'rowise'; did you mean 'rowwise'"),
         ({"filter_fqns": ["atention"]}, r"unknown filter_fqns entry .* 'atention'"),
-        ({"overrides": {"*.w4": "bf16"}}, r"unknown overrides pattern .* '\*.w4'; known: lm_head"),
+        (
+            {"overrides": {"*.w4": "bf16"}},
+            r"unknown overrides pattern .* '\*.w4'; did you mean 'layers\.0\..* 31 are known",
+        ),
         ({"filter_fqns": ["layers"]}, "nothing to convert in Llama3Model.Config: .*wqkv: filter_fqns: layers"),
     ],
 )
