@@ -41,7 +41,7 @@ class InTraining:
         self.steps, self.due, self.seconds = 0, batches + 1, 0.0
 
     def __call__(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        if not (model.training and torch.is_grad_enabled()):
+        if torch.compiler.is_compiling() or not (model.training and torch.is_grad_enabled()):
             return
         state = self.controllers[0].state
         if not self.steps or self.between.opens(state, state.backward_seen):

@@ -72,7 +72,8 @@ def keep_budget_in_training(model: nn.Module, batches: int = 8) -> RemovableHand
     when `batches` have been trained on, then whenever the training is four times as long: before steps 9, 36, 144, ...
     for 8 batches.  Each time it takes 2 to 9 evaluation forwards a batch; the log (`logging`) says how many seconds it
     took, and what was found.  A BudgetWarning says where the budget is not kept, or could not be measured.
-    A run that is resumed calls it again, and begins to count anew.  `handle.remove()` ends it.
+    A run that is resumed calls it again, and begins to count anew.  `handle.remove()` ends it.  Of a model that
+    torch.compile compiles as a whole nothing is measured, as nothing of it is sampled.
     Raises StateError: no budget, a plan, fewer batches than 4.
     """
     controllers = _controllers(model, "keep_budget_in_training")

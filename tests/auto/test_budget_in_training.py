@@ -13,6 +13,7 @@ from support import converted
 from torch import nn
 
 import fp8engine as fe
+from benchmarks.distributed.processes import run
 from fp8engine.errors import BudgetWarning, StateError
 from tests.auto.test_keep_budget import SHARE, Taught, costs, forwards, plain_loss, taught, text
 
@@ -141,6 +142,16 @@ def test_batches_are_kept_as_they_were():
     assert found[0] == found[1]
 
 
+def test_a_graph_of_the_whole_model_goes_on_unmeasured():
+    model = under(0.5)
+    train(model, 2)
+    fe.keep_budget_in_training(model, BATCHES)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    for step in range(BATCHES + 2):
+        compiled(*text(step))["loss"].backward()
+    assert controller(model).spent is None
+
+
 def test_a_copy_measures_for_itself():
     model = under(0.5)
     fe.keep_budget_in_training(model, BATCHES)
@@ -149,6 +160,28 @@ def test_a_copy_measures_for_itself():
     train(other, 3, first=3)
     assert controller(other).spent is not None
     assert controller(model).spent is None
+
+
+def _on_rank(rank: int, ranks: int) -> tuple[list[str], object]:
+    """A rank of DistributedDataParallel whose batches are its own."""
+    model = under(SHARE)
+    fe.keep_budget_in_training(model, BATCHES)
+    parallel = nn.parallel.DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-5)
+    for step in range(BATCHES + 2):
+        loss = parallel(*text(100 * rank + step))["loss"]
+        fe.scaling_state(model).see_loss(loss)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return forwards(model), controller(model).spent
+
+
+@pytest.mark.slow
+def test_ranks_measure_at_the_same_step_and_decide_alike():
+    (first, spent), (second, other) = run(_on_rank, 2)
+    assert spent is not None
+    assert (first, spent) == (second, other)
 
 
 def test_what_cannot_be_measured_is_said_and_tried_again():
