@@ -34,18 +34,19 @@ def scale_update(history_HS, live_2S, rules_3S, group="", saved_1=None, *begins:
         _update(history_HS, live_2S, rules_3S, group, saved_1)
         return
     counts_CS, entered_1, operands, *waits = begins
-    gradients, before = slice(GRAD_OUTPUT, operands, len(ROLES)), []
-    cast = counts_CS[0, gradients].sum()
-    came = torch.where(entered_1 < 0, (live_2S[0, gradients] >= 0).any(), cast != entered_1)
+    gradients = slice(GRAD_OUTPUT, operands, len(ROLES))
+    cast, before = counts_CS[0, gradients].sum(), []
+    if waits == [True]:  # torch leaves out a last argument that is the default
+        came = torch.where(entered_1 < 0, (live_2S[0, gradients] >= 0).any(), cast != entered_1)
+        if came.device.type != "cpu":  # which the host does not wait for
+            before = [(table, table.clone(), came) for table in (history_HS, live_2S)]
+        elif not came:
+            entered_1.fill_(cast)
+            return
     entered_1.fill_(cast)
-    waits = waits == [True]  # torch leaves out a last argument that is the default
-    if waits and came.device.type == "cpu" and not came:
-        return
-    if waits and came.device.type != "cpu":  # which the host does not wait for
-        before = [(table, table.clone()) for table in (history_HS, live_2S)]
     _enter_kept_weights(history_HS, live_2S[0, :operands])
     _update(history_HS, live_2S, rules_3S, group, saved_1)
-    for table, values in before:
+    for table, values, came in before:
         table.copy_(torch.where(came, table, values))
 
 
