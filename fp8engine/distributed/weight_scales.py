@@ -1,4 +1,4 @@
-"""What ranks have to know of weights that are sharded over them: scales, and in a step that `auto` samples statistics.
+"""Scales of weights that are sharded over ranks and, in a step that `auto` samples, their statistics, joined by ranks.
 
     amax[g] = max over ranks of max |w| over the elements of group g that a rank holds        one all-reduce for all
     s[g]    = MAX / amax[g], or a predicted s[g] under which amax[g] fits      as ops/reference/quantize.py has it

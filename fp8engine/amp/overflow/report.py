@@ -1,4 +1,4 @@
-"""What a watch tells: the overflows found, every layer's peak and the loss scales, as plain dicts and as text."""
+"""Report of a watch: the overflows found, every layer's peak and the loss scales, as plain dicts and as text."""
 
 from __future__ import annotations
 
