@@ -25,7 +25,7 @@ GOALS = {"engine": 8_600, "kernels": 2_500, "package": 20_600}  # lines of code
 # By room: lines of code that it may have.
 BUDGET = {
     "amp": 2_942,
-    "auto": 1_678,
+    "auto": 1_680,
     "autograd": 2_005,
     "bench": 793,
     "cli": 965,

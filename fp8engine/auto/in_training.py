@@ -31,8 +31,8 @@ log = logging.getLogger(__name__)
 class InTraining:
     """A forward pre-hook of the model that keeps its training batches and, when it is due, measures.
 
-    kept: the latest batches, (args, kwargs), of the first forward after an optimizer step.  steps: of the optimizer.
-    due: the step before which is measured next.  seconds: what measuring has taken so far.
+    kept: of the last steps before `due`, (args, kwargs) of the first forward after an optimizer step.  steps: of the
+    optimizer.  due: the step before which is measured next.  seconds: what measuring has taken so far.
     """
 
     def __init__(self, controllers: Sequence[Controller], batches: int):
@@ -48,8 +48,10 @@ class InTraining:
             self.steps += 1
             if self.steps >= self.due and not any(each.state.must_wait for each in self.controllers):
                 self._measure(model)
-            # As copies: a loader may fill the same memory again.
-            self.kept.append(tree_map(_copied, (args, kwargs)))
+                self.kept.clear()
+            if self.due - self.steps <= (self.kept.maxlen or 0):
+                # As copies: a loader may fill the same memory again.
+                self.kept.append(tree_map(_copied, (args, kwargs)))
         self.between.note(state, True)
 
     def _measure(self, model: nn.Module) -> None:

@@ -69,13 +69,16 @@ def linear(
 def compare(shape: Shape, where: torch.device, ways: Mapping[str, Variant], timer: Timer) -> list[Row]:
     """One shape's rows."""
     random = torch.Generator(where).manual_seed(0)
-    normal = lambda *size: torch.randn(*size, generator=random, device=where)  # noqa: E731
-    plain = nn.Linear(shape.k, shape.n, device=where, dtype=torch.float64)  # of values that BF16 has
+
+    def drawn(rows: int, columns: int, scale: float = 1.0) -> torch.Tensor:
+        """Numbers that BF16 has, in FP64."""
+        return torch.randn(rows, columns, generator=random, device=where).mul_(scale).bfloat16().double()
+
+    plain = nn.Linear(shape.k, shape.n, device=where, dtype=torch.float64)
     with torch.no_grad():
-        plain.weight.copy_(normal(shape.n, shape.k).mul_(shape.k**-0.5).bfloat16())
+        plain.weight.copy_(drawn(shape.n, shape.k, shape.k**-0.5))
         plain.bias.zero_()
-    of_bf16 = lambda rows, columns: normal(rows, columns).bfloat16().double()  # noqa: E731
-    pairs = [(of_bf16(shape.m, shape.k).requires_grad_(), of_bf16(shape.m, shape.n)) for _ in range(2)]
+    pairs = [(drawn(shape.m, shape.k).requires_grad_(), drawn(shape.m, shape.n)) for _ in range(2)]
     right = Right(plain, pairs, (LEAST_SQNR,) * 3)
 
     def check(row: Row, way: Variant) -> harness.Call:

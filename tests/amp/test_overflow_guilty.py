@@ -101,16 +101,21 @@ class Named(Grow):
         return Grow.forward(ctx, x, which)
 
 
+def watched(model: nn.Module, mode: str, x: torch.Tensor) -> list:
+    """What a watch of two steps finds, each of the same input."""
+    with find_overflow(model, mode=mode) as watch:
+        for _ in range(2):
+            model(x).sum().backward()
+            model.zero_grad()
+    watch.first()
+    return watch.findings
+
+
 @pytest.mark.parametrize("mode", ["counters", "ops"])
 def test_a_function_may_store_on_its_ctx_what_nodes_call_their_methods(mode: str):
     model = nn.Sequential(nn.Linear(4, 4), Part(lambda x: Named.apply(x, "here")), nn.Linear(4, 4))
     Grow.factor = {"here": torch.inf}
-    with find_overflow(model, mode=mode) as watch:
-        for _ in range(2):
-            model(torch.ones(2, 4)).sum().backward()
-            model.zero_grad()
-    watch.first()
-    assert [(one.layer, one.op) for one in watch.findings] == [("1", "NamedBackward")]
+    assert [(one.layer, one.op) for one in watched(model, mode, torch.ones(2, 4))] == [("1", "NamedBackward")]
 
 
 def test_two_layers_whose_gradients_overflow_one_after_the_other_are_two_findings():
@@ -225,12 +230,8 @@ def test_an_inf_that_backward_masks_is_not_blamed_for_a_later_one(mode: str, par
     model: Any = nn.Sequential(nn.Linear(4, 4), Part(lambda x: Grow.apply(x, "here")), nn.Linear(4, 4), *roots)
     nn.init.constant_(model[2].bias, -10.0)
     Grow.factor = {"here": torch.inf}
-    with find_overflow(model, mode=mode) as watch:
-        for _ in range(2):
-            model(torch.rand(8, 4)).sum().backward()
-            model.zero_grad()
-    watch.first()
-    assert [(one.layer, one.op, one.step) for one in watch.findings] == [("1", "GrowBackward", 0)]
+    found = watched(model, mode, torch.rand(8, 4))
+    assert [(one.layer, one.op, one.step) for one in found] == [("1", "GrowBackward", 0)]
 
 
 def test_the_op_is_told_after_any_number_of_overflows_that_did_no_harm():
