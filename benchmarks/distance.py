@@ -12,7 +12,7 @@ MODELS has 12 weights of three models, each with four numbers of tokens: 48 laye
 are 144 matmuls.  Ours take the committed configuration that is predicted to be the fastest at each; blocks are 1x128 by
 128x128, in wgrad 1x128 by 1x128.
 
-`--write` puts the table, and those of ceilings (machine_code/tables.py), into docs/performance.md, kernels/README.md.
+`--write` puts the table, and those of ceilings (machine_code/tables.py), into kernels/README.md.
 """
 
 from __future__ import annotations
@@ -31,10 +31,7 @@ from fp8engine.ops.predicted import kernel_of
 
 ROOT = Path(__file__).parents[1]
 START, END = "<!-- benchmarks.distance: {} -->", "<!-- end of benchmarks.distance -->"
-DOCS = {
-    ROOT / "docs" / "performance.md": ("ceilings", "distance"),
-    ROOT / "kernels" / "README.md": ("products", "memory"),
-}
+PAGE = ROOT / "kernels" / "README.md"
 MODELS = {  # outputs, inputs of weights; source: each model's config.json
     "Llama 3 8B": ((4096, 4096), (1024, 4096), (14336, 4096), (4096, 14336)),  # q, o; k, v; gate, up; down
     "Llama 3 70B": ((8192, 8192), (1024, 8192), (28672, 8192), (8192, 28672)),
@@ -54,27 +51,23 @@ def main() -> None:
     """Print the table as Markdown, and write it if asked to."""
     parser = argparse.ArgumentParser(description=(__doc__ or " ").splitlines()[0])
     parser.add_argument("--card", default="h100-sxm", choices=CARDS)
-    parser.add_argument("--write", action="store_true", help="write the documents' tables anew, of an H100 SXM")
+    parser.add_argument("--write", action="store_true", help="write the page's tables anew, of an H100 SXM")
     asked = parser.parse_args()
     print("\n".join(markdown(CARDS[asked.card])))
     if asked.write:
-        for path, text in written().items():
-            path.write_text(text)
+        PAGE.write_text(written())
 
 
-def written() -> dict[Path, str]:
-    """The documents with their tables as they have to be."""
+def written() -> str:
+    """The page with its tables as they have to be."""
     kernels = baselines.load(baselines.path(baselines.DEVELOPED), baselines.DEVELOPED)["kernels"]
     made = {"ceilings": tables.used(kernels), "distance": markdown(H100_SXM)}
     made |= {"products": tables.products(kernels), "memory": tables.memory(kernels)}
-    found = {}
-    for path, names in DOCS.items():
-        text = path.read_text()
-        for name in names:
-            start = text.index(START.format(name)) + len(START.format(name))
-            text = "\n".join([text[:start], *made[name], text[text.index(END, start) :]])
-        found[path] = text
-    return found
+    text = PAGE.read_text()
+    for name, lines in made.items():
+        start = text.index(START.format(name)) + len(START.format(name))
+        text = "\n".join([text[:start], *lines, text[text.index(END, start) :]])
+    return text
 
 
 def shapes(direction: str) -> list[tuple[int, int, int]]:

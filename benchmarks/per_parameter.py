@@ -1,7 +1,7 @@
-"""Bytes a parameter and a token of a Llama block in training: the table of docs/memory.md, which `--write` rewrites.
+"""Bytes a parameter and a token of a Llama block in training: a table of docs/performance.md, which `--write` makes.
 
     python -m benchmarks.per_parameter           print the table and write the result file; needs the dev extra
-    python -m benchmarks.per_parameter --write   write the table into docs/memory.md too
+    python -m benchmarks.per_parameter --write   write the table into docs/performance.md too
 
 Llama-3-8B's block at an eighth of its width, random weights, recipe `current`.  Counted is what a second block adds to
 the first, without embedding and head.  Of what is saved for backward, what grows with the tokens is counted a token,
@@ -27,7 +27,7 @@ from benchmarks.common import RESULTS, machine, save
 from fp8engine.bench.steps import saved_bytes
 from fp8engine.nn.linear import float8_modules
 
-PAGE = Path(__file__).parents[1] / "docs" / "memory.md"
+PAGE = Path(__file__).parents[1] / "docs" / "performance.md"
 TABLE = re.compile(r"(?<=<!-- benchmarks.per_parameter -->\n).*?(?=<!-- end -->)", re.DOTALL)
 WIDTH, TOKENS = 512, 256
 SIZES = {"hidden_size": WIDTH, "intermediate_size": 1792, "num_attention_heads": 4, "num_key_value_heads": 1}
@@ -120,7 +120,7 @@ def newest() -> dict[str, Any]:
 def main() -> None:
     """Measure, print, and write."""
     parser = argparse.ArgumentParser(description=(__doc__ or " ").splitlines()[0])
-    parser.add_argument("--write", action="store_true", help="put the table into docs/memory.md too")
+    parser.add_argument("--write", action="store_true", help="put the table into docs/performance.md too")
     asked = parser.parse_args()
     warnings.simplefilter("ignore")
     rows = {model: {name: measure(dtype, name) for name in LAYERS} for model, dtype in MODELS.items()}

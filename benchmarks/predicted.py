@@ -1,7 +1,6 @@
-"""What docs/performance.md prints of the timing model: `python -m benchmarks.predicted [--write]` makes it.
+"""What docs/performance.md and kernels/README.md print of the timing model: `python -m benchmarks.predicted [--write]`.
 
     speedups   of layers under each recipe, ops/cost.py
-    runs       which kernel multiplies in a layer under each recipe
     kernels    by matmul, the configuration that is predicted to be the fastest: its static ceiling and predicted time
     launches   of a layer's forward and backward, ops/launches.py
 
@@ -23,11 +22,11 @@ from typing import Any, NamedTuple
 from benchmarks.machine_code import baselines
 from fp8engine.numerics.cards import H100_SXM, H200
 from fp8engine.numerics.matmul_time import CEILINGS, REACHED, Kernel, predict
-from fp8engine.numerics.recipe import MATMULS, ROWS
+from fp8engine.numerics.recipe import ROWS
 from fp8engine.ops import cost
 from fp8engine.ops.launches import Launch, Step, backward, forward
 
-DOCS = Path(__file__).parents[1] / "docs" / "performance.md"
+DOCS = [Path(__file__).parents[1] / page for page in ("docs/performance.md", "kernels/README.md")]
 PART = re.compile(r"(?<=<!-- benchmarks.predicted: )(\w+) -->\n.*?(?=<!-- end -->)", re.DOTALL)
 SHAPES = ((8192, 4096, 4096), (8192, 4096, 1024), (64, 4096, 4096), (64, 1024, 8192))
 LAYERS = ((8192, 14336, 4096), (8192, 4096, 4096), (8192, 1024, 1024), (2048, 1024, 1024))
@@ -56,13 +55,14 @@ class Found(NamedTuple):
 def main() -> None:
     """Print the tables as Markdown, and what in them does not fit the package's own constants."""
     parser = argparse.ArgumentParser(description=(__doc__ or " ").splitlines()[0])
-    parser.add_argument("--write", action="store_true", help="put the tables into docs/performance.md too")
+    parser.add_argument("--write", action="store_true", help="put the tables into both pages too")
     asked = parser.parse_args()
     for name, make in TABLES.items():
         print("\n".join([f"{name}:", *make(), ""]))
     print("\n".join(unknown(baseline()) + stale(baseline())))
     if asked.write:
-        DOCS.write_text(written(DOCS.read_text()))
+        for page in DOCS:
+            page.write_text(written(page.read_text()))
 
 
 def baseline() -> dict[str, Any]:
@@ -82,18 +82,6 @@ def speedups() -> list[str]:
     for m, n, k in LAYERS:
         found = (cost.speedup(ROWS[name], m, n, k, H200) for name in names)
         lines.append(_row(f"{m} x {k} x {n}", *(f"{ratio:.2f}" for ratio in found)))
-    return lines
-
-
-def runs() -> list[str]:
-    """Which kernel multiplies in a layer of 8192 x 4096 x 4096."""
-    lines = _heading("recipe", *MATMULS)
-    for name, recipe in ROWS.items():
-        if recipe.is_fp8:
-            found = [cost.dispatched(recipe, matmul, SHAPES[0]) for matmul in MATMULS]
-            lines.append(
-                _row(f"`{name}`", *("cuBLASLt" if one is None else f"ours, {one[1].kernel.title()}" for one in found))
-            )
     return lines
 
 
@@ -124,9 +112,8 @@ def launches() -> list[str]:
 
 TABLES: dict[str, Callable[[], list[str]]] = {
     "speedups": speedups,
-    "runs": runs,
-    "kernels": kernels,
     "launches": launches,
+    "kernels": kernels,
 }
 
 

@@ -1,7 +1,7 @@
 """The timing model against published measurements: `python -m benchmarks.published [--rows] [--write]`, no card needed.
 
 published.json has tables of other people's matmuls, each with its source, its card and what was measured; speed-ups of
-whole layers and models are published_layers.py's.  --write puts the table of errors into docs/performance.md.
+whole layers and models are published_layers.py's.  --write puts the table of errors into benchmarks/README.md.
 
     error     predicted time / measured time - 1
     fitted    rows that benchmarks/fit.py adjusted numerics/matmul_time.py's parameters to: where the CRC-32 of the
@@ -36,7 +36,7 @@ from fp8engine.numerics.matmul_time import Kernel, Prediction, library, predict
 
 TABLES = Path(__file__).with_name("published.json")
 WIDTHS = range(16, 257, 8)  # of DeepGEMM's tiles
-DOCS = Path(__file__).parent.parent / "docs" / "performance.md"
+DOCS = Path(__file__).parent / "README.md"
 MARKS = ("<!-- benchmarks.published -->", "<!-- end of benchmarks.published -->")
 KINDS = {"cublas 16": "cuBLAS, 16 bits", "cublas 8": "cuBLAS, FP8", "deepgemm": "DeepGEMM", "triton": "Triton"}
 ALL = "all matmuls"
@@ -73,7 +73,7 @@ def main() -> None:
     """Print the table of errors, and with --rows every row."""
     parser = argparse.ArgumentParser(description=(__doc__ or " ").splitlines()[0])
     parser.add_argument("--rows", action="store_true", help="every row too")
-    parser.add_argument("--write", action="store_true", help="put the table into docs/performance.md too")
+    parser.add_argument("--write", action="store_true", help="put the table into benchmarks/README.md too")
     asked = parser.parse_args()
     matmuls, layers = rows(), published_layers.rows()
     if asked.rows:

@@ -22,7 +22,7 @@ bench = typer.Typer(no_args_is_help=True, help=HELP)
 app.add_typer(bench, name="bench")
 ERROR = (
     "the model's error against published measurements, median and worst: matmuls 6 % and 23 %, a layer's speed-up "
-    "10 % and 33 % (docs/performance.md)"
+    "10 % and 33 % (benchmarks/README.md)"
 )
 
 

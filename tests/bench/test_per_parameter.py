@@ -1,4 +1,4 @@
-"""The table of docs/memory.md: the committed result, which a block counted now repeats."""
+"""The table of docs/performance.md: the committed result, which a block counted now repeats."""
 
 import pytest
 import torch

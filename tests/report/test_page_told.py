@@ -86,7 +86,7 @@ def test_growing_and_standing_outliers_are_one_table_with_a_row_for_each_slot():
 
 
 def test_words_are_explained_in_the_glossarys_own_sentences():
-    glossary = (ROOT / "docs" / "glossary.md").read_text()
+    glossary = (ROOT / "docs" / "README.md").read_text()
     for word, meaning in WORDS.items():
         assert meaning.removesuffix(".") in glossary, word
     assert {"SQNR", "slot", "amax", "flushed", "granularity", "recipe", "emulated"} <= WORDS.keys()

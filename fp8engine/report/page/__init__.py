@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from jinja2 import Template
 
 
-# Words of the page with their meaning, in the sentences of docs/glossary.md; shown on hover, and listed at its end.
+# Words of the page with their meaning, in the sentences of docs/README.md; shown on hover, and listed at its end.
 WORDS = {
     "amax": "The largest finite magnitude of a tensor, or of a group of its elements.",
     "decision": "One change of a slot's format, with its step and the numbers that caused it.",
