@@ -26,7 +26,7 @@ GOALS = {"engine": 8_600, "kernels": 2_500, "package": 20_600}  # lines of code
 BUDGET = {
     "amp": 2_942,
     "auto": 1_680,
-    "autograd": 2_005,
+    "autograd": 2_006,
     "bench": 793,
     "cli": 965,
     "convert": 1_621,
@@ -37,7 +37,7 @@ BUDGET = {
     "kernels": 3_080,
     "nn": 1_415,
     "numerics": 610,
-    "ops": 3_199,
+    "ops": 3_209,
     "report": 2_825,
     "scaling": 1_246,
     "top level": 391,

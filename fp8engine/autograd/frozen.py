@@ -36,9 +36,10 @@ def frozen_linear(
         out = torch.get_autocast_dtype(x.device.type)
     compiling = torch.compiler.is_compiling()
     if not compiling:
-        rows = math.prod(x.shape[:-1])
-        sizes = rows, len(weight.data)
-        numerics.ran = matmul.choose(x.device, numerics.recipe.by_block, sizes, kind=numerics.kind)
+        recipe, sizes = numerics.recipe, (math.prod(x.shape[:-1]), *weight.data.shape)
+        numerics.ran = matmul.choose(
+            x.device, recipe.by_block, sizes, recipe.precision["forward"], numerics.kind, bias_N is not None
+        )
     wants = x.requires_grad or (bias_N is not None and bias_N.requires_grad)
     if torch.is_grad_enabled() and wants:
         return _Frozen.apply(x, bias_N, *weight, given, numerics, out, compiling)

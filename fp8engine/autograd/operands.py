@@ -129,7 +129,7 @@ def use_of(numerics: Numerics, x: torch.Tensor, weight: torch.Tensor, bias_N, co
         where = TWINS[name]
     else:
         fast = recipe.precision["forward"]
-        where = chosen(matmul.choose(x.device, recipe.by_block, sizes, fast, numerics.kind), name)
+        where = chosen(matmul.choose(x.device, recipe.by_block, sizes, fast, numerics.kind, bias_N is not None), name)
     numerics.ran, first = where.backend, len(ROLES) * numerics.layer
     count = graph_task() == -1  # a forward that runs inside a backward is counted no second time
     real = plain and not weight.is_meta and not weight.is_inference()

@@ -72,8 +72,9 @@ def layer_time(recipe: Recipe, m: int, n: int, k: int, card: Card = H100_SXM, se
     (True, 1.0)
     """
     shapes = {"forward": (m, n, k), "dgrad": (m, k, n), "wgrad": (n, k, m)}
-    matmuls = {name: matmul_time(recipe, name, shape, card) for name, shape in shapes.items()}
-    ours = tuple(name for name, shape in shapes.items() if dispatched(recipe, name, shape) is not None)
+    biased = {name: setting.bias and name == "forward" for name in shapes}
+    matmuls = {name: matmul_time(recipe, name, shape, card, biased[name]) for name, shape in shapes.items()}
+    ours = tuple(name for name, shape in shapes.items() if dispatched(recipe, name, shape, biased[name]) is not None)
     step = launches.Step(recipe, m, n, k, setting.bias, ours)
     first, later = (
         _seconds(launches.forward(step, copies) + launches.backward(step, copies), card)
@@ -107,10 +108,10 @@ def sums_of(recipe: Recipe, name: str) -> str | None:
     return "fast" if name in recipe.fast_accumulation else "promoted"
 
 
-def matmul_time(recipe: Recipe, name: str, shape: tuple[int, int, int], card: Card) -> Prediction:
-    """Predicted time of one of a recipe's matmuls.  shape: M, N, K of that matmul."""
+def matmul_time(recipe: Recipe, name: str, shape: tuple[int, int, int], card: Card, bias: bool = False) -> Prediction:
+    """Predicted time of one of a recipe's matmuls.  shape: M, N, K of that matmul.  bias: it adds one."""
     sums = sums_of(recipe, name)
-    if (ours := dispatched(recipe, name, shape)) is not None:
+    if (ours := dispatched(recipe, name, shape, bias)) is not None:
         return predict(card, predicted.kernel_of(*ours, sums), shape)
     if recipe.operands(name)[0].format is FP32:
         m, n, k = shape
@@ -120,10 +121,10 @@ def matmul_time(recipe: Recipe, name: str, shape: tuple[int, int, int], card: Ca
 
 
 @functools.lru_cache(maxsize=4096)
-def dispatched(recipe: Recipe, name: str, shape: tuple[int, int, int]) -> tuple[str, Any] | None:
+def dispatched(recipe: Recipe, name: str, shape: tuple[int, int, int], bias: bool = False) -> tuple[str, Any] | None:
     """Our operation and its configuration that run a recipe's matmul on a Hopper card; None where torch's does.
 
-    As long as FP8ENGINE_GLUON has not switched Gluon off.
+    bias: the matmul adds one.  As long as FP8ENGINE_GLUON has not switched Gluon off.
 
     >>> from fp8engine.numerics.recipe import blockwise, current
     >>> dispatched(current(), "forward", (8192, 4096, 4096))
@@ -132,12 +133,13 @@ def dispatched(recipe: Recipe, name: str, shape: tuple[int, int, int]) -> tuple[
     """
     if (sums := sums_of(recipe, name)) is None:
         return None
-    by_block, (m, n, _) = sums.startswith("block"), shape
+    by_block, (m, n, k) = sums.startswith("block"), shape
     operation = matmul.operation_of(recipe.precision[name], by_block)
     a, b = _operands(recipe, name, shape)
     size = a.cols if a.scaled_along_k else b.cols
     torch_can = not by_block or size == predicted.BLOCK
-    if matmul.by_ratio(by_block, torch_can, triton_backend.measured(operation, HOPPER, m, n)) != "triton":
+    ratio = triton_backend.measured(operation, HOPPER, m, n)
+    if matmul.by_ratio(by_block, torch_can, ratio, k if bias else None) != "triton":
         return None
     limits, tuning = (importlib.import_module(f"fp8engine.kernels.{module}") for module in ("limits", "tuning"))
     if by_block:

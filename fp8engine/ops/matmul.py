@@ -37,6 +37,9 @@ from fp8engine.ops.reference import Epilogue, Operand
 
 E5M2 = torch.float8_e5m2
 ALIGNED = 16  # of K: else tensor descriptors cannot describe the rows, and there is one kernel for it
+# torch's pass that adds a bias, where scales are in blocks, takes as long as its matmul of this K: 288 us beside 723
+# at K 4096 on an H200 (benchmarks/results/nvidia-h200/2026-11-27-profile.txt).  Our kernels add it to their sums.
+BIAS_PASS = 1632
 
 
 def choose(
@@ -45,12 +48,13 @@ def choose(
     shape: tuple[int, ...] | None = None,
     precision: str = "fast",
     kind: str | None = None,
+    bias: bool = False,
 ) -> str:
     """The backend that an FP8 matmul runs on.
 
     where: the operands' device.  by_block: whether a scale changes along K.  shape: (M, N) of the result or (M, N, K),
     where it is known.  precision: "fast", "promoted" or "exact".  kind: of the scales, of card_trials.kind_of; with it
-    and K, what the card measured of itself counts where the tuning table has nothing.
+    and K, what the card measured of itself counts where the tuning table has nothing.  bias: the matmul adds one.
     """
     if (name := asked()) is not None:
         return name
@@ -64,28 +68,39 @@ def choose(
     ratio, found = _measured(where, operation_of(precision, by_block), shape, kind)
     if found is not None:
         return found.backend
-    return by_ratio(by_block, torch_can, ratio)
+    return by_ratio(by_block, torch_can, ratio, shape[2] if bias and shape is not None and len(shape) > 2 else None)
 
 
-def by_ratio(by_block: bool, torch_can: bool, ratio: float) -> str:
+def by_ratio(by_block: bool, torch_can: bool, ratio: float, k_with_bias: int | None = None) -> str:
     """The backend where only the tuning table was measured.  ratio: torch's time over ours; 0: not measured.
 
-    torch_can: whether torch takes such scales there.
+    torch_can: whether torch takes such scales there.  k_with_bias: K of a matmul that adds a bias.
+
+    >>> [by_ratio(True, True, 0.95, k) for k in (None, 4096, 65536)]
+    ['cublas', 'triton', 'cublas']
     """
     if by_block:
+        if k_with_bias:
+            ratio *= 1 + BIAS_PASS / k_with_bias
         return "cublas" if torch_can and 0.0 < ratio < 1.0 else "triton"
     return "triton" if ratio >= 1.0 else "cublas"
 
 
-def why_chosen(where: torch.device, shape: tuple[int, int, int], precision: str, kind: str) -> str:
-    """Why an FP8 matmul runs on the backend that `choose` names, on a card with FP8 Tensor Cores; "" elsewhere."""
+def why_chosen(
+    where: torch.device, shape: tuple[int, int, int], precision: str, kind: str, backend: str | None = None
+) -> str:
+    """Why an FP8 matmul runs on the backend that `choose` names, on a card with FP8 Tensor Cores; "" elsewhere.
+
+    backend: that one, where it is known.
+    """
     if not device.has_fp8(where):
         return ""
     ratio, found = _measured(where, operation_of(precision, "block" in kind), shape, kind)
     if found is not None:
         return str(found)
     if ratio:
-        return f"kernels/tuning.json: our kernel runs {ratio:.2f} times as fast as torch's"
+        added = ", which would add the bias by a pass of its own" if backend == "triton" and ratio < 1.0 else ""
+        return f"kernels/tuning.json: our kernel runs {ratio:.2f} times as fast as torch's{added}"
     newer = triton_backend.on_blackwell(where)
     return newer.get("block" in kind, "our kernels were not measured on this card for this shape")
 
@@ -149,7 +164,7 @@ def matmul(a: Operand, b: Operand, bias_N=None, out: torch.dtype = torch.bfloat1
 
 
 def _multiply(a: Operand, b: Operand, bias_N, out: torch.dtype, precision: str) -> torch.Tensor:
-    name = _backend_of(a, b, precision)
+    name = _backend_of(a, b, precision, bias_N is not None)
     if name == "triton":
         return _on_triton(a, b, Epilogue(bias_N, out), precision)
     if name == "cublas":
@@ -277,10 +292,10 @@ def _check(a: Operand, b: Operand, bias_N) -> None:
             )
 
 
-def _backend_of(a: Operand, b: Operand, precision: str) -> str:
+def _backend_of(a: Operand, b: Operand, precision: str, bias: bool = False) -> str:
     if a.data.dtype.itemsize == b.data.dtype.itemsize == 1:
         by_block = a.scaled_along_k or b.scaled_along_k
-        name = choose(a.data.device, by_block, _sizes(a, b), precision, card_trials.kind_of(a, b))
+        name = choose(a.data.device, by_block, _sizes(a, b), precision, card_trials.kind_of(a, b), bias)
         if by_block and name == "cublas" and asked() is None and scaled_mm.unsupported(a, b):
             return "triton" if triton_backend.usable() else "reference"  # other blocks than 1x128 and 128x128
         return name

@@ -83,7 +83,8 @@ def matmul(a: Operand, b: Operand, bias_N=None, out: torch.dtype = torch.bfloat1
     if a.scaled_along_k:
         y_MN = _by_block(a, b, torch.bfloat16 if out == torch.bfloat16 else torch.float32)
     else:
-        inside, bias_N = (bias_N, None) if adds_bias(a, b, bias_N, out) else (None, bias_N)
+        rounded = bias_N if bias_N is None or not device.has_fp8(a.data.device) else bias_N.to(out)
+        inside, bias_N = (rounded, None) if adds_bias(a, b, rounded, out) else (None, bias_N)
         y_MN = _by_row_or_tensor(a, b, inside, out, fast)
     if y_MN.shape != (m, n):  # a copy: layers may write in place into what they are given, and a view would forbid it
         y_MN = y_MN[:m, :n].clone(memory_format=torch.contiguous_format)
@@ -95,7 +96,8 @@ def adds_bias(a: Operand, b: Operand, bias_N: torch.Tensor | None, out: torch.dt
     """Whether torch's matmul adds the bias to its FP32 sums; else a pass over the result does.
 
     Where the bias has the result's 16-bit dtype (with row scales BF16) and lies contiguous at a multiple of 16 bytes,
-    and N is not padded.  Not for scales in blocks.
+    and N is not padded.  Not for scales in blocks.  An FP32 bias, as under autocast, is rounded to that dtype for it on
+    a card, as torch's own linear layers round theirs: a pass over the result would move 12 bytes an element.
     """
     if bias_N is None:
         return False

@@ -214,7 +214,7 @@ def _why(numerics: Numerics, ran: bool, backend: str) -> str:
         return f"emulated: {why}"
     if numerics.sizes is None or numerics.kind is None:
         return ""
-    return matmul.why_chosen(state.device, numerics.sizes, recipe.precision["forward"], numerics.kind)
+    return matmul.why_chosen(state.device, numerics.sizes, recipe.precision["forward"], numerics.kind, backend)
 
 
 def _slots(state: ScalingState) -> dict[tuple[int, str], dict]:
