@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from fp8engine.cli.hub import SIZES, TOKENIZER, folder_of
-from fp8engine.cli.options import DTYPES, LLAMAS
+from fp8engine.cli.options import DTYPES, LLAMA_NAMES, LLAMAS
 from fp8engine.demo.config import DemoError, manual
 from fp8engine.errors import ConversionError
 from fp8engine.report.compare import BYTES, Tokens
@@ -42,7 +42,12 @@ def load_structure(target: str) -> nn.Module:
 def load_sizes(target: str) -> nn.Module:
     """As `load_structure`; also a name of LLAMAS, of which no file is needed."""
     if target not in LLAMAS:
-        return load_structure(target)
+        try:
+            return load_structure(target)
+        except ConversionError as error:
+            if Path(target).is_dir() or ":" in target:
+                raise
+            raise ConversionError(f"{error}; known without a file: {LLAMA_NAMES}") from error
     hidden, mlp, layers, heads = LLAMAS[target]
     transformers = _transformers()
     config = transformers.LlamaConfig(
