@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from casts import MAX, clamped_cast, factor, values
 from support import UNIT, dequantised
 from torch import nn
 
@@ -47,15 +46,8 @@ def test_quantize_is_the_cast_of_numpy(dtype, granularity, format, power_of_2: b
     want = dequantised(x, cast)
     # q * scale in FP32 and one rounding to the dtype; dequantised() keeps float64
     assert np.allclose(q.dequantize().double().numpy(), want, rtol=2 * UNIT[dtype] + 2.0**-22, atol=0)
-    assert (q.shape, q.dtype, q.data.dtype, q.format, q.granularity) == (
-        x.shape,
-        dtype,
-        format.dtype,
-        format,
-        granularity,
-    )
-    assert q.scale.dtype == torch.float32
-    assert not q.requires_grad
+    found = (q.shape, q.dtype, q.data.dtype, q.format, q.granularity, q.scale.dtype, q.requires_grad)
+    assert found == (x.shape, dtype, format.dtype, format, granularity, torch.float32, False)
 
 
 SCALE_SHAPES = {
@@ -76,12 +68,6 @@ def test_leading_dimensions_count_as_rows(shape, granularity):
     assert torch.equal(q.dequantize(), flat.dequantize().view(shape))
 
 
-@pytest.mark.parametrize("layout", [lambda x: x.t(), lambda x: x[:, ::2], lambda x: x[:1].expand(20, 40)])
-def test_any_strides(layout):
-    x = layout(torch.randn(20, 40))
-    assert_same_tensor(fe.quantize(x, cast_of(ROW)), fe.quantize(x.contiguous(), cast_of(ROW)))
-
-
 @pytest.mark.parametrize("granularity", GRANULARITIES, ids=str)
 def test_a_given_scale_is_used_and_what_does_not_fit_saturates(granularity):
     x = torch.randn(20, 40)
@@ -91,24 +77,15 @@ def test_a_given_scale_is_used_and_what_does_not_fit_saturates(granularity):
     assert halved.data.float().abs().max() == 448
     assert torch.isfinite(halved.dequantize()).all()
     assert torch.equal(halved.scale, measured.scale)
-    s = float(factor(float(x.abs().max()), MAX[torch.float8_e4m3fn]))
     if granularity == TENSOR:
-        codes = clamped_cast((x * 4).numpy(), s, torch.float8_e4m3fn)
-        assert np.array_equal(halved.data.float().numpy(), values(torch.from_numpy(codes).view(torch.float8_e4m3fn)))
         assert_same_tensor(fe.quantize(x, cast_of(TENSOR), measured.scale.view(1)), measured)
 
 
 @pytest.mark.parametrize(
     ("x", "cast", "scale", "error", "why"),
     [
-        (
-            torch.ones(2, 2, dtype=torch.float64),
-            cast_of(TENSOR),
-            None,
-            fe.errors.UnsupportedDtype,
-            "x is torch.float64",
-        ),
-        (torch.ones(2, 2, dtype=torch.int32), cast_of(TENSOR), None, fe.errors.UnsupportedDtype, "x is torch.int32"),
+        (torch.ones(2, 2).double(), cast_of(TENSOR), None, fe.errors.UnsupportedDtype, "x is torch.float64"),
+        (torch.ones(2, 2).int(), cast_of(TENSOR), None, fe.errors.UnsupportedDtype, "x is torch.int32"),
         (torch.ones(2, 2).to_sparse(), cast_of(TENSOR), None, fe.errors.UnsupportedDtype, "torch.sparse_coo"),
         (torch.ones(2, 2), fe.Cast(fe.BF16), None, fe.errors.UnsupportedDtype, "BF16 has no scale"),
         (torch.tensor(1.0), cast_of(TENSOR), None, fe.errors.ShapeError, "no dimensions"),
@@ -152,47 +129,30 @@ def test_transposing_a_matrix_keeps_fp8_as_a_view(granularity):
         assert torch.equal(same, q.dequantize())
 
 
-@pytest.mark.parametrize("granularity", [TENSOR, ROW, LINE], ids=str)
-@pytest.mark.parametrize("shape", [(2, 10, 40), (4, 5, 40), (-1, 40), (20, 1, 40), (2, 2, 5, 40)], ids=str)
+@pytest.mark.parametrize("granularity", GRANULARITIES, ids=str)
+@pytest.mark.parametrize("shape", [(2, 10, 40), (-1, 40), (20, 1, 40), (2, 2, 5, 40), (40, 20), (800,)], ids=str)
 def test_views_that_cut_no_group_keep_fp8(granularity, shape):
     q = quantized(granularity)
+    kept = granularity == TENSOR or (granularity in (ROW, LINE) and shape[-1] == 40)
     for v in (q.view(shape), q.reshape(shape)):
-        assert isinstance(v, fe.Float8Tensor)
-        assert torch.equal(v.dequantize(), q.dequantize().view(shape))
-        assert v.data.data_ptr() == q.data.data_ptr()
-        assert_same_tensor(v.view(20, 40), q)
-
-
-@pytest.mark.parametrize("granularity", GRANULARITIES, ids=str)
-@pytest.mark.parametrize("shape", [(40, 20), (800,), (10, 80)], ids=str)
-def test_views_that_cut_groups_give_the_values(granularity, shape):
-    q = quantized(granularity)
-    v = q.view(shape)
-    assert isinstance(v, fe.Float8Tensor) == (granularity == TENSOR)
-    plain = v.dequantize() if isinstance(v, fe.Float8Tensor) else v
-    assert torch.equal(plain, q.dequantize().view(shape))
+        assert isinstance(v, fe.Float8Tensor) == kept
+        assert torch.equal(v.dequantize() if isinstance(v, fe.Float8Tensor) else v, q.dequantize().view(shape))
+        if isinstance(v, fe.Float8Tensor):
+            assert v.data.data_ptr() == q.data.data_ptr()
+            assert_same_tensor(v.view(20, 40), q)
 
 
 OTHERS = {
     "add": lambda x: x + 1,
-    "radd": lambda x: 1 + x,
     "mul by itself": lambda x: x * x,
-    "matmul": lambda x: x @ x.t(),
-    "sum": lambda x: x.sum(0),
     "index": lambda x: x[3],
-    "slice": lambda x: x[2:5, ::2],
-    "softmax": lambda x: torch.softmax(x, -1),
-    "cat": lambda x: torch.cat([x, x]),
     "cast": lambda x: x.to(torch.bfloat16),
-    "float of half": lambda x: x.half().float(),
     "linear": lambda x: nn.functional.linear(x, x),
-    "layer_norm": lambda x: nn.functional.layer_norm(x, (40,)),
     "equal": lambda x: x == x,
     "permute": lambda x: x.permute(1, 0),
     "abs max": lambda x: x.abs().max(),
     "item": lambda x: torch.tensor(x[0, 0].item()),
     "numpy": lambda x: torch.from_numpy(np.asarray(x.dequantize() if isinstance(x, fe.Float8Tensor) else x)),
-    "where": lambda x: torch.where(x > 0, x, 0),
     "zeros_like": torch.zeros_like,
 }
 
