@@ -29,9 +29,6 @@ from fp8engine.scaling.sample import NONFINITE, StepSamples, observe
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
-# Rows
-
-
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("m", [1, 5, 54, 127, 128, 129, 700])
 def test_what_is_kept_is_of_the_tensor(m: int, dtype: torch.dtype):
@@ -95,10 +92,8 @@ def test_of_a_layer_divided_over_ranks_its_own_part_is_judged(n: int, k: int):
     tensors = layer(200, n, k)
     found = sampled((96, 160), tensors, (200, n, k)).reads[1]
     parts = []
-    for role in ROLES:
-        layout = layout_of((96, 160), role)
-        columns, energies = (n, 0) if role == "grad_output" else (k, n if role == "weight" else 0)
-        layout = Layout(layout.rows, columns, energies)
+    for role, columns, energies in zip(ROLES, (k, k, n), (0, n, 0), strict=True):
+        layout = Layout(layout_of((96, 160), role).rows, columns, energies)
         flat = torch.zeros(layout.length)
         layout.write(tensors[role], flat)
         parts.append(layout.part(flat))
@@ -153,9 +148,6 @@ def test_one_bad_number_is_known_of_and_stays_in_its_layer(role: str, at: tuple[
         assert not Reads(found.reads[1].double().numpy()).seen(read)
 
 
-# What is remembered
-
-
 def remembered(db: float = 30.0, cost: float = math.nan, count: int = 1) -> Reads:
     table = numpy.full(SHAPE, db)
     table[..., COST] = cost
@@ -203,9 +195,6 @@ def test_which_of_the_three_numbers_is_the_least_is_said():
         found = Reads(table)
         assert (found.value(place, 1), found.which(place, 1)) == (12.0, word)
         assert found.value(place, 0) == 30.0
-
-
-# The host
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
