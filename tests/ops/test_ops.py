@@ -109,18 +109,14 @@ def test_cublas_on_a_cpu_computes_the_same_products(recipe: str, calls: list[dic
     assert fe.inspect(layer).layers[0]["backend"] == "reference"
 
 
-def test_cublas_refuses_blocks_instead_of_falling_back():
-    layer = fe.Linear(16, 16, recipe="blockwise")
-    with fe.backend("cublas"), pytest.raises(BackendError, match=r"'cublas' cannot multiply these: .*along K"):
-        layer(torch.randn(4, 16))
-
-
 @pytest.mark.parametrize("backend", ["cublas", "reference"])
-def test_e5m2_by_e5m2_is_refused_on_every_backend(backend: str):
+def test_e5m2_by_e5m2_is_refused_on_every_backend_and_blocks_by_cublas(backend: str):
     a = casts.quantize(torch.ones(16, 16), cast_of(E5M2, -1, -1))
     for mode in (torch.no_grad(), torch.enable_grad()):  # called directly, and through the dispatcher
         with mode, fe.backend(backend), pytest.raises(BackendError, match="do not multiply E5M2 by E5M2"):
             matmul.matmul(a, a)
+    with fe.backend("cublas"), pytest.raises(BackendError, match=r"'cublas' cannot multiply these: .*along K"):
+        fe.Linear(16, 16, recipe="blockwise")(torch.randn(4, 16))
 
 
 def test_a_compiled_graph_follows_the_backend_of_its_caller(calls: list[dict]):

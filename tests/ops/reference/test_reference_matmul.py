@@ -17,7 +17,8 @@ from casts import E4M3, E5M2
 from casts import ROUNDING as U
 
 from fp8engine.ops import device
-from fp8engine.ops.reference import Operand, matmul_block, matmul_fp8, matmul_fp16, quantize_operand
+from fp8engine.ops.reference import Operand, matmul_block, matmul_fp8, matmul_fp16
+from fp8engine.ops.reference.quantize import quantize_operand
 from tests.helpers.casts import cast_of
 
 GROUPS = {"tensor": (-1, -1), "row": (1, -1), "1x128": (1, 128), "128x128": (128, 128)}
