@@ -162,6 +162,10 @@ def test_noise_fades_with_each_sample_and_comes_at_once():
     assert values == pytest.approx([min(10 + FADES_DB * i, 30) for i in range(1, 9)])
     assert remembered(30.0).after(remembered(10.0), 0.5).value(0, 0) == 10.5  # of a group that remembers for longer
     assert remembered(5.0).after(seen).value(0, 0) == 5
+    words = ("the whole result", "the rows' median", "the rows' 10th percentile")
+    for place, word in enumerate(words):  # which of the three numbers is the least
+        seen.table[place, 1, place] = 12.0
+        assert (seen.value(place, 1), seen.which(place, 1)) == (12.0, word)
 
 
 def test_costs_are_averaged_over_the_latest_samples():
@@ -186,15 +190,6 @@ def test_what_a_sample_does_not_show_is_kept():
     assert found.value(0, 0) == 20.0 + FADES_DB
     assert (found.value(4, 0), found.cost(0, 0)) == (30.0, 1e-3)
     assert remembered().after(None).count == 1
-
-
-def test_which_of_the_three_numbers_is_the_least_is_said():
-    table = numpy.full(SHAPE, 30.0)
-    for place, word in enumerate(("the whole result", "the rows' median", "the rows' 10th percentile")):
-        table[place, 1, place] = 12.0
-        found = Reads(table)
-        assert (found.value(place, 1), found.which(place, 1)) == (12.0, word)
-        assert found.value(place, 0) == 30.0
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
