@@ -94,23 +94,16 @@ def test_every_model_of_a_process_is_measured_each_shape_once():
     assert len(trials.done) == 1, "models that are gone are forgotten"
 
 
-def test_a_forward_without_a_backward_does_not_end_the_first_step():
-    trials, model = CardTrials(card := FakeCard({FAST: 1e-4}), UNKEPT, lambda: 0.0), Model()
-    for job in (LARGE, SMALL):  # an evaluation that records gradients, and the step
+def test_two_models_that_train_in_turns_are_noted_whole():
+    """A GAN's: the second begins before the first's trials, which take what was noted by then, and goes on after.
+
+    A forward without a backward, an evaluation that records gradients, does not end a first step.
+    """
+    trials, generator, critic = CardTrials(card := FakeCard({FAST: 1e-4}), UNKEPT, lambda: 0.0), Model(), Model()
+    for model, job in ((generator, LARGE), (generator, LARGE), (critic, SMALL)):
         trials.step_begins(model, False)
         trials.look(job)
     assert card.tried == []
-    trials.step_begins(model, True)
-    assert trials.choices.keys() == {LARGE, SMALL}
-
-
-def test_two_models_that_train_in_turns_are_noted_whole():
-    """A GAN's: the second begins before the first's trials, which take what was noted by then, and goes on after."""
-    trials, generator, critic = CardTrials(card := FakeCard({FAST: 1e-4}), UNKEPT, lambda: 0.0), Model(), Model()
-    trials.step_begins(generator, False)
-    trials.look(LARGE)
-    trials.step_begins(critic, False)
-    trials.look(SMALL)
     trials.step_begins(generator, True)
     assert trials.choices.keys() == {LARGE, SMALL}
     trials.look(WGRAD)  # of the critic's first backward

@@ -61,11 +61,11 @@ def test_without_a_triton_that_fits_the_block_is_not_entered(version, error, wor
     assert triton_backend.measured("matmul_fp8", (9, 0), 4096, 4096) == 0.0
 
 
-@pytest.mark.parametrize("version", ["3.6.0", "3.9.1", "3.7.1+git0123", "3.10.0"])
-def test_versions_are_compared_as_numbers(version, monkeypatch):
-    monkeypatch.setattr(importlib.import_module("triton"), "__version__", version)
-    triton_backend.installed.cache_clear()
-    assert triton_backend.usable() is (version != "3.10.0")
+def test_versions_are_compared_as_numbers(monkeypatch):
+    for version in ("3.6.0", "3.9.1", "3.7.1+git0123", "3.10.0"):
+        monkeypatch.setattr(importlib.import_module("triton"), "__version__", version)
+        triton_backend.installed.cache_clear()
+        assert triton_backend.usable() is (version != "3.10.0")
 
 
 def test_on_a_cpu_the_kernels_say_how_to_interpret_them():
@@ -137,17 +137,15 @@ def test_16_bit_kernels_take_16_bits():
 
 @pytest.mark.parametrize("name", ["reference", "cublas", "triton"])
 def test_mismatched_operands_are_refused_before_any_backend(name):
-    a, b = operand(4, 32), operand(5, 48)
-    with fe.backend(name):
-        with pytest.raises(ShapeError, match=r"want a \[M, K\] and b \[N, K\], got \[4, 32\] and \[5, 48\]"):
-            matmul.matmul(a, b)
-        with pytest.raises(ShapeError, match=r"bias is \[5\]; b \[4, 32\] wants \[4\]"):
-            matmul.matmul(a, a, torch.zeros(5))
-        wrong = a._replace(scale=torch.ones(3, 1), rows=1)
-        with pytest.raises(ShapeError, match=r"scale of b is \[3, 1\]; 1 x -1 groups of \[4, 32\] have \[4, 1\]"):
-            matmul.matmul(a, wrong)
-        with pytest.raises(ShapeError, match=r"scale of a is \[4, 2\]; 1 x 128 groups of \[4, 32\] have \[4, 1\]"):
-            matmul.matmul(a._replace(scale=torch.ones(4, 2), rows=1, cols=128), a)
+    a = operand(4, 32)
+    for b, bias_N, words in (
+        (operand(5, 48), None, r"want a \[M, K\] and b \[N, K\], got \[4, 32\] and \[5, 48\]"),
+        (a, torch.zeros(5), r"bias is \[5\]; b \[4, 32\] wants \[4\]"),
+        (a._replace(scale=torch.ones(3, 1), rows=1), None, r"scale of b is \[3, 1\]; 1 x -1 groups of \[4, 32\] have"),
+        (a._replace(scale=torch.ones(4, 2), rows=1, cols=128), None, r"b is \[4, 2\]; 1 x 128 .* have \[4, 1\]"),
+    ):
+        with fe.backend(name), pytest.raises(ShapeError, match=words):
+            matmul.matmul(a, b, bias_N)
 
 
 @pytest.mark.parametrize(("measured", "chosen"), [(None, "cublas"), (0.99, "cublas"), (1.0, "triton"), (1.2, "triton")])
@@ -173,25 +171,19 @@ def test_no_ratio_is_committed_that_was_not_measured():
 
 
 def test_a_backward_takes_over_the_backend_of_its_forward(monkeypatch):
-    # autograd runs a card's backward in a thread that does not see the caller's `with`.
-    seen = []
-    real = matmul._matmul
-
-    def spy(a, b, *rest):
-        seen.append(matmul._backend_of(a, b, rest[-1]))
-        return real(a, b, *rest)
-
+    """autograd runs a card's backward in a thread that does not see the caller's `with`."""
+    seen, real, multiply = [], matmul._matmul, twins.matmul
+    spy = lambda a, b, *rest: seen.append(matmul._backend_of(a, b, rest[-1])) or real(a, b, *rest)  # noqa: E731
     monkeypatch.setattr(matmul, "_matmul", spy)
+    # On a CPU there is nothing to choose.
+    monkeypatch.setattr(twins, "matmul", lambda *given: seen.append("reference") or multiply(*given))
     layer, x = fe.Linear(32, 16, recipe="current"), torch.randn(8, 32, requires_grad=True)
     with fe.backend("cublas"):
         y = layer(x)
     y.sum().backward()
     assert seen == ["cublas"] * 3
     seen.clear()
-    multiply = twins.matmul  # on a CPU there is nothing to choose
-    monkeypatch.setattr(twins, "matmul", lambda *given: seen.append("reference") or multiply(*given))
-    y = layer(x)
-    y.sum().backward()
+    layer(x).sum().backward()
     assert seen == [matmul.choose(x.device, False)] * 3
 
 
