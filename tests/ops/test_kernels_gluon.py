@@ -88,27 +88,18 @@ def events(ptx: str) -> str:
     return "".join(str(match.lastgroup) for match in found)
 
 
-@pytest.mark.slow
-def test_fits_the_card(variant):
+def test_it_fits_the_card_and_the_main_loop_is_wgmma_that_is_not_serialized(variant):
     _, code = variant
     assert code.spills == 0
     assert code.shared <= SHARED_MEMORY
     assert code.registers * 32 * code.warps <= REGISTERS
-
-
-def test_the_main_loop_is_wgmma_that_is_not_serialized(variant):
-    _, code = variant
     loop = sass.main_loop(code.sass)
     assert not code.serialized, code.notes
     assert loop.shapes == ("QGMMA.64x128x32",)
     assert loop.products == (PRODUCTS - 1) * WGMMAS
-
-
-def test_warps_deal_their_registers(variant):
-    _, code = variant
-    given = set(re.findall(r"setmaxnreg\.\w+\.sync\.aligned\.u32\s+(\d+)", code.ptx))
-    assert given >= {"24", "240"}
-    assert REGISTERS >= 32 * (8 * 240 + 4 * 24)  # the producer's warp is one of a warpgroup's four
+    # Warps deal their registers: the producer's warp is one of a warpgroup's four.
+    assert {*re.findall(r"setmaxnreg\.\w+\.sync\.aligned\.u32\s+(\d+)", code.ptx)} >= {"24", "240"}
+    assert REGISTERS >= 32 * (8 * 240 + 4 * 24)
     assert code.warps == 12
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from casts import E4M3, E5M2
+from casts import E4M3, E5M2, cast_of
 from contracts import Given, in_bytes, slot_of
 from operations import NORMS, vector
 from support import same
@@ -11,7 +11,6 @@ from torch._dynamo.utils import counters
 
 from fp8engine.ops import norm_act
 from fp8engine.ops.reference import Slot, Store
-from tests.helpers.casts import cast_of
 
 pytestmark = pytest.mark.usefixtures("fresh")
 

@@ -17,7 +17,7 @@ import itertools
 
 import pytest
 import torch
-from casts import E4M3, E5M2
+from casts import E4M3, E5M2, cast_of
 from casts import ROUNDING as U
 from contracts import Given
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -26,7 +26,6 @@ import fp8engine as fe
 from fp8engine.errors import BackendError
 from fp8engine.ops import casts, device, matmul, reference, scaled_mm, triton_backend
 from fp8engine.ops.reference import Operand
-from tests.helpers.casts import cast_of
 
 SHAPES = [(1, 1, 1), (3, 17, 5), (16, 16, 16), (33, 50, 257), (130, 131, 129), (5, 16, 31), (16, 15, 16)]
 NOTHING = [(0, 8, 4), (3, 0, 4), (3, 8, 0), (0, 0, 0)]
@@ -56,10 +55,10 @@ class Card:
     """Stands for torch._scaled_mm: asks CUDA's rules first, then computes on the CPU."""
 
     def __init__(self):
-        self.calls, self.fast = 0, False
+        self.calls: list[bool] = []  # whether each was to sum fast
 
     def __call__(self, a, b, scale_a, scale_b, bias=None, out_dtype=None, use_fast_accum=False):
-        self.calls, self.fast = self.calls + 1, use_fast_accum
+        self.calls.append(use_fast_accum)
         described = [(tuple(x.shape), x.stride(), x.dtype) for x in (a, b, scale_a, scale_b)]
         about_bias = None if bias is None else (tuple(bias.shape), bias.stride(), bias.dtype)
         shape = asked(tuple(described), about_bias, out_dtype, use_fast_accum)
@@ -156,7 +155,7 @@ def test_the_product_of_any_shape_dtype_and_layout(shape, groups: str, out: torc
     for dtypes, fast in (((E4M3, E4M3), False), ((E5M2, E4M3), True), ((E4M3, E5M2), False)):
         a, b = operands(shape, GROUPS[groups], dtypes)
         wanted = scaled_mm.matmul(a, b, None, out, fast)
-        assert card.fast == (fast and 0 not in shape)
+        assert card.calls[-1:] == ([fast] if 0 not in shape else [])
         for bias_N in biases:
             check(scaled_mm.matmul(a, b, bias_N, out, fast), a, b, bias_N, out)
         for layout in ("columns", "strided") if 0 not in shape else ():
@@ -210,7 +209,7 @@ def test_a_card_refuses_no_blocks_and_they_are_multiplied(card: Card, pair):
         wanted = reference.matmul_fp8(a, b, None, torch.float32, exact=True).to(out)
         assert (y.shape, y.dtype, y.is_contiguous()) == ((m, n), out, True)
         assert torch.equal(y, wanted), (m, n, k, turned, out)
-    assert card.calls == 3 * 3 * 6 * 2 * len(U)
+    assert len(card.calls) == 3 * 3 * 6 * 2 * len(U)
 
 
 @pytest.mark.parametrize("recipe", ["current", "delayed", "rowwise", "rowwise_gw_hp", "blockwise"])
@@ -223,18 +222,24 @@ def test_a_card_refuses_no_step_of_a_layer(card: Card, transposes_of_kernels, re
         layer = fe.Linear(k, n, recipe=recipe)
         x, dy = torch.randn(m, k, requires_grad=needs), torch.randn(m, n)
         found = []
+        card.calls.clear()
         for backend in ("cublas", "reference"):
             layer.zero_grad()
             x.grad = None
             with fe.backend(backend):
                 y = layer(x)
                 y.backward(dy)
+            assert fe.inspect(layer).layers[0]["backend"] == backend
             found.append([y.detach(), layer.weight.grad, layer.bias.grad, *([x.grad] if needs else [])])
+        summed = {"forward": True, "dgrad": True, "wgrad": False}  # which promotes
+        in_fp8 = [
+            name for name in summed if layer.numerics.recipe.operands(name)[0].is_fp8 and (needs or name != "dgrad")
+        ]
+        assert card.calls == [summed[name] and recipe != "blockwise" for name in in_fp8]
         for ours, its in zip(*found, strict=True):
             # The same codes and scales: apart is the rounding of the result to BF16 (2^-8), of 16-bit operands as of
             # sums of up to 200 terms, against the largest of them.
             assert (ours - its).abs().max() <= 2.0**-6 * its.abs().max()
-    assert card.calls >= len(sizes) + 1  # forward at least, under rowwise_gw_hp
 
 
 REFUSED = {

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from casts import E4M3, E5M2
+from casts import E4M3, E5M2, cast_of
 
 import fp8engine as fe
 from benchmarks.machine_code import offline
@@ -13,7 +13,6 @@ from fp8engine.errors import BackendError, ShapeError, VersionError
 from fp8engine.numerics.cast import Cast
 from fp8engine.ops import backends, casts, matmul, triton_backend, twins
 from fp8engine.ops.reference import Epilogue, Operand, Slot
-from tests.helpers.casts import cast_of
 
 pytestmark = pytest.mark.usefixtures("pretended")
 

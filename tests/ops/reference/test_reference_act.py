@@ -10,12 +10,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 from activations import BOUNDED, EXACT, OF_GATE, SQUARED, exact, terms
-from casts import E4M3, E5M2, ROUNDING, assert_within, fp8, plain
+from casts import E4M3, E5M2, ROUNDING, assert_within, cast_of, fp8, plain
 
 from fp8engine.errors import ShapeError, UnknownName
 from fp8engine.ops.reference import Store, act_quantize, act_quantize_backward
 from fp8engine.ops.reference.activations import ACTIVATIONS
-from tests.helpers.casts import cast_of
 
 SHAPES = [(1, 1), (1, 7), (13, 2), (5, 131), (130, 257)]
 

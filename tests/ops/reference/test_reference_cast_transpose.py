@@ -4,14 +4,13 @@ import importlib
 
 import pytest
 import torch
-from casts import E4M3, FP8, assert_same, bits
+from casts import E4M3, FP8, assert_same, bits, cast_of
 from contracts import counted, in_bytes, slot_of
 
 from fp8engine.ops.reference import Store, cast_transpose, quantize
 from fp8engine.ops.reference.cast_transpose import store
 from fp8engine.ops.reference.matmul import column_sums
 from fp8engine.ops.reference.operand import Operand
-from tests.helpers.casts import cast_of
 
 GROUPS = {"tensor": (-1, -1), "row": (1, -1), "1x128": (1, 128), "128x128": (128, 128)}
 SHAPES = [(1, 1), (5, 3), (131, 127), (256, 130), (1, 300), (300, 1)]

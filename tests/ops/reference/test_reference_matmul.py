@@ -13,13 +13,12 @@ import itertools
 
 import pytest
 import torch
-from casts import E4M3, E5M2
+from casts import E4M3, E5M2, cast_of
 from casts import ROUNDING as U
 
 from fp8engine.ops import device
 from fp8engine.ops.reference import Operand, matmul_block, matmul_fp8, matmul_fp16
 from fp8engine.ops.reference.quantize import quantize_operand
-from tests.helpers.casts import cast_of
 
 GROUPS = {"tensor": (-1, -1), "row": (1, -1), "1x128": (1, 128), "128x128": (128, 128)}
 # (tokens, in, out): ones, ragged, and over a block of 128 with more than the 2^14 elements that go to BF16 products.

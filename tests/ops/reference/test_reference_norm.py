@@ -10,11 +10,10 @@ import itertools
 
 import pytest
 import torch
-from casts import E4M3, ROUNDING, assert_same, assert_within, fp8, plain
+from casts import E4M3, ROUNDING, assert_same, assert_within, cast_of, fp8, plain
 
 from fp8engine.errors import UnknownName
 from fp8engine.ops.reference import Norm, Store, norm_quantize, norm_quantize_backward
-from tests.helpers.casts import cast_of
 
 SHAPES = [(1, 1), (1, 7), (13, 2), (5, 131), (130, 257)]
 KINDS = ["rms", "layer"]

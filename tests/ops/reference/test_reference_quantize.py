@@ -9,14 +9,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from casts import E4M3, E5M2, FP8, MAX, assert_same, bits, clamped_cast, factor, values
+from casts import E4M3, E5M2, FP8, MAX, assert_same, bits, cast_of, clamped_cast, factor, values
 from contracts import counted, in_bytes, slot_of
 
 from fp8engine.numerics.cast import Cast
 from fp8engine.numerics.formats import Format
 from fp8engine.ops.reference import decode, quantize, quantize_given, rounding
 from fp8engine.ops.reference.quantize import SAMPLE_EVERY, _quantize_groups
-from tests.helpers.casts import cast_of
 
 GROUPS = {
     "tensor": (-1, -1),

@@ -10,12 +10,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from casts import E4M3, E5M2, FP8, MAX
+from casts import E4M3, E5M2, FP8, MAX, cast_of
 from contracts import counted, in_bytes, slot_of
 
 from fp8engine.ops.reference import quantize
 from fp8engine.ops.reference.quantize import _quantize_groups, note
-from tests.helpers.casts import cast_of
 
 CASTS = {
     "tensor": cast_of(E5M2),
