@@ -1,14 +1,12 @@
-"""The five formats against torch, against ml_dtypes, and against their own values, all of which can be listed."""
+"""The five formats against torch and ml_dtypes."""
 
 import copy
 import dataclasses
 import pickle
 
 import ml_dtypes
-import numpy as np
 import pytest
 import torch
-from casts import every_code, every_value
 
 import fp8engine as fe
 from fp8engine.errors import UnknownName
@@ -28,21 +26,7 @@ def test_numbers_are_those_of_torch_and_ml_dtypes(format: fe.Format):
     assert format.mantissa_bits == theirs.nmant
     assert format.bits == theirs.bits == torchs.bits
     assert format.is_fp8 == (format.bits == 8)
-
-
-@pytest.mark.parametrize("format", ALL[:4], ids=str)
-def test_numbers_are_those_of_the_values_themselves(format: fe.Format):
-    codes = every_code(format.dtype) if format.is_fp8 else every_value(format.dtype)
-    values = codes.double().numpy()
-    positive = np.sort(values[np.isfinite(values) & (values > 0)])
-    assert format.max == positive[-1]
-    assert format.smallest_subnormal == positive[0]
-    assert format.eps == positive[positive > 1][0] - 1
-    # Below the smallest normal neighbours are equally far apart; from there on the distance doubles.
-    gaps = np.diff(positive)
-    assert format.smallest_normal == positive[:-1][gaps == gaps[0]][-1] / 2 + format.smallest_subnormal / 2
-    assert format.has_inf == np.isinf(values).any()
-    assert np.isnan(values).any()
+    assert format.has_inf == torch.tensor(float("inf")).to(format.dtype).float().isinf()
 
 
 @each

@@ -167,15 +167,16 @@ def test_what_is_not_finite_stays_visible_and_out_of_the_history(group, delayed,
 @pytest.mark.parametrize("group", ["tensor", "row", "128x128"])
 def test_counters_are_exact_over_many_calls(group):
     how = cast_of(E4M3, *GROUPS[group])
-    slot, calls, elements, underflowed, sampled = slot_of(), 2 * SAMPLE_EVERY + 3, 0, 0, 0
+    slot, calls, elements, underflowed, sampled, largest = slot_of(), 2 * SAMPLE_EVERY + 3, 0, 0, 0, 0.0
     for call in range(calls):
         x_MK = sample(3 + call, 17, torch.bfloat16) * torch.exp2(torch.randint(-20, 1, (3 + call, 17)))
         quantize(x_MK, how, slot)
-        elements += x_MK.numel()
+        elements, largest = elements + x_MK.numel(), max(largest, x_MK.abs().max().item())
         if call % SAMPLE_EVERY == 0:
             sampled += x_MK.numel()
             underflowed += int(((expected(x_MK, how)[0] & 0x7F) == 0)[(x_MK != 0).numpy()].sum())
     assert underflowed > 50, "the sample is worth counting"
+    assert slot.live_2S[0, 1] == largest
     seen = {"calls": calls, "elements": elements, "sampled": sampled, "underflowed": underflowed}
     assert counted(slot) == {**seen, "saturated": 0, "nonfinite": 0, "recasts": 0}
     others = slot_of()
