@@ -41,7 +41,9 @@ def test_forward_and_backward_against_float64_autograd(kind, zero_centered, eps,
         x_MK, dy_MK = sample(m, k, dtype), torch.randn(m, k).to(dtype)
         weight_K, bias_K = (torch.randn(k).to(weight_dtype) if affine else None for _ in "wb")
         # Without a weight: a leaf that nothing depends on, whose gradient is left out below.
-        x_leaf, w_leaf = (each.double().requires_grad_() for each in (x_MK, torch.ones(k) if not affine else weight_K))
+        x_leaf, w_leaf = (
+            each.double().requires_grad_() for each in (x_MK, torch.ones(k) if weight_K is None else weight_K)
+        )
         b = torch.zeros(k).double() if bias_K is None else bias_K.double()
         wanted = exact(x_leaf, w_leaf if affine else None, b if affine else None, norm)
         dx_MK, dweight_K = torch.autograd.grad(wanted, [x_leaf, w_leaf], dy_MK.double(), allow_unused=True)
