@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 
-from fp8engine.ops import device, matmul, reference
+from fp8engine.ops import casts, device, matmul, reference, triton_backend
 from fp8engine.ops.reference.matmul import SMALL
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -58,6 +58,13 @@ def test_cards(card: str, pretended):
     assert reference.emulation_dtype(CUDA, 1) == reference.emulation_dtype(CUDA, 1 << 20) == product
     assert matmul.choose(CUDA, by_block=False) == backend
     assert matmul.choose(CUDA, by_block=True) == by_block
+    assert casts.choose(CUDA) == ("triton" if has_fp8 else "reference")
+    why = f"NVIDIA {card} has no FP8 Tensor Cores; sm_89 or later has"
+    assert (triton_backend.no_card(CUDA) or "").startswith("" if has_fp8 else why)
+    assert (triton_backend.no_card(CUDA) is None) == has_fp8
+    why = triton_backend.no_card(CUDA, triton_backend.CAPABILITY_16_BITS)
+    assert (why is None) == (capability >= (8, 0))
+    assert why is None or f"NVIDIA {card} has no path of Triton's to its Tensor Cores; sm_80 or" in why
     assert matmul.emulated(CUDA, "cublas") is not has_fp8
     assert matmul.emulated(CUDA, "reference") is True
     assert device.name(CUDA) == f"NVIDIA {card}"
