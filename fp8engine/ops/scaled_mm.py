@@ -14,7 +14,7 @@ What the hardware wants, checked here so that a CPU refuses what a card would:
   rows to multiples of 16, so that every stride is a multiple of 16 bytes;
 - a sum times one of the scales within FP32's range: a CPU's multiplies by the first scale before the second, and values
   near 1e36 make that Inf where the result is not.
-tests/ops/test_scaled_mm_card.py holds every call against the rules that torch itself has for CUDA.
+tests/ops/test_scaled_mm.py holds every call against the rules that torch itself has for CUDA.
 """
 
 from __future__ import annotations

@@ -142,3 +142,8 @@ def slot_of(predicted: float = 0.0, record: bool = True, count: bool = True) -> 
     live, counts = torch.full((2, 3), 77.0), torch.full((len(COUNTERS), 3), 1 << 40)
     live[:, 1], counts[:, 1] = torch.tensor([-1.0, predicted]), 0
     return Slot(live, counts, 1, record, count)
+
+
+def counted(slot: Slot) -> dict[str, int]:
+    """What a slot has counted, by the counters' names."""
+    return dict(zip(COUNTERS, slot.counts_CS[:, slot.index].tolist(), strict=True))

@@ -4,7 +4,7 @@ import torch
 from real_casts import restored
 
 from fp8engine.scaling.choice import OPERANDS, casts, reading
-from fp8engine.scaling.reads import LOW, OPTIONS, READS
+from fp8engine.scaling.reads import OPTIONS, READS
 
 MOST_DB = 100.0  # beyond it only the rounding of scales is left
 Tensors = dict[str, torch.Tensor]  # input [M, K], weight [N, K], grad_output [M, N]
@@ -49,21 +49,9 @@ def defined(tensors: Tensors, read: int, option: int) -> tuple[torch.Tensor, tor
     return a @ b.sum(0), (error.t() if reading(*READS[read]) else error) @ b.sum(0)
 
 
-def numbers(signal: torch.Tensor, noise: torch.Tensor) -> tuple[float, float, float]:
-    """SQNR in dB of the whole, of the median row and at LOW of the rows; rows of zeros are not counted."""
-    ratio = rows_db(signal, noise)
-    last = len(ratio) - 1
-    return float(_db(signal.sum(), noise.sum())), float(ratio[last // 2]), float(ratio[int(LOW * last)])
-
-
 def rows_db(signal: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
     """SQNR of each row that is not zero, sorted."""
     return _db(signal[signal > 0], noise[signal > 0]).sort().values
-
-
-def effective(weights: torch.Tensor) -> float:
-    """How many equal numbers have the spread of these: (sum w)^2 / sum w^2."""
-    return float(weights.sum().square() / weights.square().sum().clamp(min=1e-300))
 
 
 def _db(signal: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:

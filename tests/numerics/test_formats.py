@@ -1,14 +1,12 @@
-"""The five formats against torch, against ml_dtypes, and against their own values, all of which can be listed."""
+"""The five formats against torch and ml_dtypes."""
 
 import copy
 import dataclasses
 import pickle
 
 import ml_dtypes
-import numpy as np
 import pytest
 import torch
-from casts import every_code, every_value
 
 import fp8engine as fe
 from fp8engine.errors import UnknownName
@@ -28,21 +26,7 @@ def test_numbers_are_those_of_torch_and_ml_dtypes(format: fe.Format):
     assert format.mantissa_bits == theirs.nmant
     assert format.bits == theirs.bits == torchs.bits
     assert format.is_fp8 == (format.bits == 8)
-
-
-@pytest.mark.parametrize("format", ALL[:4], ids=str)
-def test_numbers_are_those_of_the_values_themselves(format: fe.Format):
-    codes = every_code(format.dtype) if format.is_fp8 else every_value(format.dtype)
-    values = codes.double().numpy()
-    positive = np.sort(values[np.isfinite(values) & (values > 0)])
-    assert format.max == positive[-1]
-    assert format.smallest_subnormal == positive[0]
-    assert format.eps == positive[positive > 1][0] - 1
-    # Below the smallest normal neighbours are equally far apart; from there on the distance doubles.
-    gaps = np.diff(positive)
-    assert format.smallest_normal == positive[:-1][gaps == gaps[0]][-1] / 2 + format.smallest_subnormal / 2
-    assert format.has_inf == np.isinf(values).any()
-    assert np.isnan(values).any()
+    assert format.has_inf == torch.tensor(float("inf")).to(format.dtype).float().isinf()
 
 
 @each
@@ -60,21 +44,14 @@ def test_formats_are_frozen_distinct_keys():
         fe.E4M3.max = 240.0  # pyright: ignore[reportAttributeAccessIssue]
 
 
-@pytest.mark.parametrize(
-    ("name", "nearest"), [("E4M4", "E4M3"), ("e5m3", "E5M2"), ("BFP16", "BF16"), (" fp32", "FP32")]
-)
-def test_a_misspelt_name_gets_the_nearest(name: str, nearest: str):
-    with pytest.raises(UnknownName, match=f"unknown format '{name}'; did you mean .*'{nearest}'.* known: E4M3, E5M2, "):
-        fe.Format.named(name)
-
-
-@pytest.mark.parametrize("name", [None, 8, fe.E4M3])
-def test_what_is_no_name_is_refused_like_one(name):
-    with pytest.raises(UnknownName, match="unknown format"):
-        fe.Format.named(name)
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.int8, torch.float8_e4m3fnuz])
-def test_a_dtype_that_is_no_format_is_named(dtype: torch.dtype):
-    with pytest.raises(UnknownName, match=str(dtype)):
-        fe.Format.of(dtype)
+def test_what_is_no_format_is_refused_and_a_misspelt_name_gets_the_nearest():
+    for name, nearest in {"E4M4": "E4M3", "e5m3": "E5M2", "BFP16": "BF16", " fp32": "FP32"}.items():
+        why = f"unknown format '{name}'; did you mean .*'{nearest}'.* known: E4M3, E5M2, "
+        with pytest.raises(UnknownName, match=why):
+            fe.Format.named(name)
+    for name in (None, 8, fe.E4M3):
+        with pytest.raises(UnknownName, match="unknown format"):
+            fe.Format.named(name)  # pyright: ignore[reportArgumentType]
+    for dtype in (torch.float64, torch.int8, torch.float8_e4m3fnuz):
+        with pytest.raises(UnknownName, match=str(dtype)):
+            fe.Format.of(dtype)

@@ -8,7 +8,7 @@ from benchmarks.machine_code import offline
 from fp8engine.cli import checks
 from fp8engine.kernels import tuning
 from fp8engine.kernels.matmul import matmul_fp8
-from fp8engine.ops import card_trials, device, matmul, triton_backend
+from fp8engine.ops import card_trials, matmul
 from fp8engine.ops.choice_file import Job
 from fp8engine.ops.reference import Epilogue
 
@@ -21,20 +21,10 @@ IN_BLOCKS = (
 
 
 @pytest.fixture
-def card(monkeypatch: pytest.MonkeyPatch):
+def card(pretended, monkeypatch: pytest.MonkeyPatch):
     """Pretend a card of that capability, which has measured nothing."""
-
-    def pretend(capability: tuple[int, int]) -> None:
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda where: capability)
-        monkeypatch.setattr(torch.cuda, "get_device_name", lambda where: "NVIDIA B200")
-        monkeypatch.setattr(card_trials, "look", lambda *matmul: None)
-
-    asked = (device.capability, triton_backend.measured)
-    for cached in asked:
-        cached.cache_clear()
-    yield pretend
-    for cached in asked:
-        cached.cache_clear()
+    monkeypatch.setattr(card_trials, "look", lambda *matmul: None)
+    return lambda capability: pretended(capability, "NVIDIA B200")
 
 
 @pytest.mark.parametrize(
@@ -75,7 +65,6 @@ def test_a_card_with_tensor_memory_has_nothing_to_measure_and_one_without_has(ca
     trials_of = card_trials.trials_of.__wrapped__
     card((10, 0))
     assert trials_of(CUDA) is None
-    device.capability.cache_clear()
     card((12, 0))
     assert trials_of(CUDA) is not None
 

@@ -16,8 +16,6 @@ from fp8engine.ops import card_trials, choice_file, device, matmul, triton_backe
 from fp8engine.ops.card_trials import BUDGET, CardRunner, CardTrials
 from fp8engine.ops.casts import cast_transpose
 from fp8engine.ops.choice_file import Choice, Job
-from fp8engine.scaling import table
-from fp8engine.scaling.table import ScalingState
 
 CUDA = torch.device("cuda", 0)
 
@@ -71,11 +69,7 @@ def test_two_seconds_in_all_the_most_work_first():
     assert [job for job, _ in card.tried[:-1]] == [WGRAD] * 3  # twice LARGE's work; a fourth trial might pass the limit
     assert trials.look(WGRAD) is not None
     assert trials.look(LARGE) is None
-
-
-def test_a_slow_trial_ends_the_trials():
-    card = FakeCard({}, costs=1.5)
-    trained(card, LARGE, WGRAD)
+    trained(card := FakeCard({}, costs=1.5), LARGE, WGRAD, key=UNKEPT)
     assert card.tried == [(WGRAD, None), "forgotten"]
 
 
@@ -87,7 +81,11 @@ def test_a_trial_that_fails_is_left_out_and_the_rest_goes_on():
     assert config_of(found) == WIDE
     assert "ptxas" in trials.failed[LARGE]
     nothing = FakeCard(dict.fromkeys([None, FAST, SLOW, WIDE], RuntimeError("no card after all")))
-    assert trained(nothing, LARGE, key={**KEY, "driver": "1"}).look(LARGE) is None
+    trials = trained(nothing, LARGE, key=UNKEPT)
+    assert trials.look(LARGE) is None
+    nothing.tried.clear()
+    train(trials, LARGE)
+    assert nothing.tried == []
 
 
 def test_where_cublas_cannot_ours_are_compared_with_each_other():
@@ -123,19 +121,15 @@ def test_a_damaged_or_foreign_file_is_refused_by_name_and_measured_anew(damage, 
     assert file.read_text() == whole
 
 
-def test_a_row_of_a_version_that_knows_more_is_refused(caplog):
+def test_a_row_of_a_version_that_knows_more_is_refused_and_every_part_of_the_key_counts(caplog):
+    choice_file.write(KEY, {LARGE: Choice(None, {"cublas": 1.0})})
+    assert choice_file.read(KEY)
+    assert not any(choice_file.read({**KEY, part: "another"}) for part in KEY)
     later = SimpleNamespace(_asdict=lambda: FAST._asdict() | {"clusters": 2})
     file = choice_file.write(KEY, {LARGE: Choice(later, {"cublas": 1.0})})
     assert choice_file.read(KEY) == {}
     assert str(file) in caplog.text
     assert "unexpected keyword argument 'clusters'" in caplog.text
-
-
-@pytest.mark.parametrize("part", KEY)
-def test_every_part_of_the_key_counts(part):
-    choice_file.write(KEY, {LARGE: Choice(None, {"cublas": 1.0})})
-    assert choice_file.read(KEY)
-    assert not choice_file.read({**KEY, part: "another"})
 
 
 def test_choices_are_kept_with_a_driver_version_alone(monkeypatch, tmp_path, caplog, cache):
@@ -154,44 +148,28 @@ def test_choices_are_kept_with_a_driver_version_alone(monkeypatch, tmp_path, cap
     assert trials.look(LARGE) is not None
     assert "not kept: this system does not tell its driver's version" in caplog.records[-1].getMessage()
     assert not cache.exists()
-
-
-def test_a_folder_that_cannot_be_written_is_said(caplog, cache):
     cache.write_text("a file, where the folder should be")
-    trials = trained(FakeCard({FAST: 1e-4}), LARGE)
-    assert trials.look(LARGE) is not None
+    assert trained(FakeCard({FAST: 1e-4}), LARGE).look(LARGE) is not None
     assert "not kept" in caplog.records[-1].getMessage()
 
 
-TABLE = tuning.table
-
-
-def unmeasured() -> dict:
-    """The tuning table as it would be for a card that nobody has measured."""
-    return {
+@pytest.fixture
+def hopper(pretended, monkeypatch):
+    """A pretended H100 in this process that nobody has measured, whose trials are given."""
+    table = {
         operation: {
             arch: {name: row._replace(ratio=None) for name, row in rows.items()} for arch, rows in cards.items()
         }
-        for operation, cards in TABLE().items()
+        for operation, cards in tuning.table().items()
     }
 
-
-@pytest.fixture
-def hopper(monkeypatch):
-    """A pretended H100 in this process, whose trials are given."""
-
     def pretend(trials):
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda where: (9, 0))
+        pretended((9, 0))
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
         monkeypatch.setattr(card_trials, "trials_of", lambda where: None if where.type == "cpu" else trials)
-        monkeypatch.setattr(tuning, "table", unmeasured)
-        device.capability.cache_clear()
-        triton_backend.measured.cache_clear()
+        monkeypatch.setattr(tuning, "table", lambda: table)
 
-    measured = triton_backend.measured
-    yield pretend
-    device.capability.cache_clear()
-    measured.cache_clear()
+    return pretend
 
 
 def test_the_choice_is_followed_and_told(hopper, monkeypatch):
@@ -230,12 +208,7 @@ def test_nothing_is_measured_in_a_capture_a_graph_or_under_a_backend_that_was_as
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: False)
     card_trials.step_begins(CUDA, model, True)  # eager code, outside of all that
     assert LARGE in trials.choices
-
-
-def test_a_card_that_is_pretended_is_not_asked_whether_it_captures(hopper, monkeypatch):
-    """Torch without CUDA raises then: `make gpu-pack` walks the whole plan on a card made of meta tensors."""
-    trials = CardTrials(FakeCard({}), KEY, lambda: 0.0)
-    hopper(trials)
+    # Torch without CUDA raises where it is asked: `make gpu-pack` walks the whole plan on a card made of meta tensors.
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: pytest.fail("a card was asked"))
     began: list[bool] = []
     monkeypatch.setattr(trials, "step_begins", lambda model, came: began.append(came))
@@ -243,36 +216,17 @@ def test_a_card_that_is_pretended_is_not_asked_whether_it_captures(hopper, monke
     assert began == [True]
 
 
-def test_a_table_on_a_card_tells_when_a_step_has_ended_and_another_begins(monkeypatch):
-    state, told = ScalingState([("layer", fe.current())]), []
-    monkeypatch.setattr(table, "step_begins", lambda *given: told.append(given))
-    state.backward_seen = True
-    state.fold()
-    assert told == []  # on a CPU nothing is asked
-    state._host = None
-    state.fold()
-    state.backward_seen = True
-    state.fold()
-    assert told == [(state.device, state, False), (state.device, state, True)]
-
-
-def test_the_setting_switches_it_off(hopper, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda where: (9, 0))
-    device.capability.cache_clear()
+def test_the_setting_switches_it_off(pretended, monkeypatch):
+    where = pretended((9, 0))
     monkeypatch.setenv(environment.MEASURE, "0")
     card_trials.trials_of.cache_clear()
-    assert card_trials.trials_of(CUDA) is None
-    assert card_trials.trials_of(torch.device("cpu")) is None
+    assert card_trials.trials_of(where) is card_trials.trials_of(torch.device("cpu")) is None
     card_trials.trials_of.cache_clear()
-    device.capability.cache_clear()
 
 
 def test_a_configuration_reaches_the_kernel_where_descriptors_can_describe_the_operands(monkeypatch):
     seen = []
-    launch = {
-        "matmul": lambda a, b, end, promoted, config, gluon: seen.append(config),
-        "launch": lambda x: x.stride(0) % 16 == 0,
-    }
+    launch = {"matmul": lambda *given: seen.append(given[4]), "launch": lambda x: x.stride(0) % 16 == 0}
     monkeypatch.setattr(triton_backend, "_kernel", lambda module, name=None: launch[module])
     monkeypatch.setattr(triton_backend, "unsupported", lambda a, b: None)
     monkeypatch.setattr(triton_backend, "_addressable", lambda x: x)
@@ -282,34 +236,24 @@ def test_a_configuration_reaches_the_kernel_where_descriptors_can_describe_the_o
     assert seen == [FAST, FAST, None]
 
 
-def test_trials_leave_the_random_numbers_of_training_alone():
-    """Rank 0 alone draws operands: ranks that drop the same values would not any more."""
+KINDS = {"tensor": ((), ()), "row": ((4, 1), (130, 1)), "block": ((4, 2), (2, 2)), "block by block": ((4, 2), (130, 2))}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_operands_have_scales_of_their_kind(kind: str):
+    """The random numbers of training are left alone: rank 0 alone draws, and ranks are to drop the same values."""
     before = torch.get_rng_state()
-    a, b = card_trials.operands(SMALL, torch.device("cpu"))
-    assert torch.equal(torch.get_rng_state(), before)
-    assert not torch.equal(a.data.float(), b.data.float())
-
-
-@pytest.mark.parametrize(
-    ("kind", "of_a", "of_b"),
-    [("tensor", (), ()), ("row", (4, 1), (130, 1)), ("block", (4, 2), (2, 2)), ("block by block", (4, 2), (130, 2))],
-)
-def test_operands_have_scales_of_their_kind(kind, of_a, of_b):
     a, b = card_trials.operands(Job("", kind, 4, 130, 256), torch.device("cpu"))
-    assert (tuple(a.scale.shape), tuple(b.scale.shape)) == (of_a, of_b)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert not torch.equal(a.data.float(), b.data[:4].float())
+    assert (tuple(a.scale.shape), tuple(b.scale.shape)) == KINDS[kind]
     assert card_trials.kind_of(a, b) == kind
     # As casts lay them in memory: those of wgrad's operands, transposes, the other way round, or Gluon refuses them.
-    if kind == "block by block":
-        _, made = cast_transpose(torch.randn(256, 130), Cast.parse("e4m3 1x128"))
-        assert b.scale.stride() == made.scale.stride() == (1, 130)
-    else:
-        assert b.scale.is_contiguous()
+    _, made = cast_transpose(torch.randn(256, 130), Cast.parse("e4m3 1x128"))
+    assert b.scale.stride() == made.scale.stride() if kind == "block by block" else b.scale.is_contiguous()
 
 
 def test_only_blocks_of_128_are_measured():
-    sizes = {"block": ((1, 128), (128, 128)), "block by block": ((1, 128), (1, 128)), "row": ((1, -1), (-1, -1))}
-    for kind, groups in sizes.items():
-        assert card_trials.kind_of(*(SimpleNamespace(rows=rows, cols=cols) for rows, cols in groups)) == kind
     for groups in [((1, 64), (64, 64)), ((-1, -1), (128, 128)), ((2, 128), (1, 128))]:
         assert card_trials.kind_of(*(SimpleNamespace(rows=rows, cols=cols) for rows, cols in groups)) is None
 

@@ -6,10 +6,10 @@ import sys
 import pytest
 import torch
 
-from fp8engine.ops import device, matmul, reference
+from fp8engine.ops import casts, device, matmul, reference, triton_backend
 from fp8engine.ops.reference.matmul import SMALL
 
-CPU, CUDA, META = torch.device("cpu"), torch.device("cuda"), torch.device("meta")
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 # Capability, has_fp8, dtype of an emulated product, backend of a matmul without and with scales along K.
 CARDS = {
     "V100": ((7, 0), False, torch.float16, "reference", "reference"),
@@ -29,26 +29,14 @@ CPUS = {
     "Graviton 3": (("bf16", "sve_bf16"), True, "reference"),
     "Diamond Rapids": (("amx_bf16", "amx_fp8"), True, "cublas"),
 }
-
-
-@pytest.fixture(autouse=True)
-def forget():
-    """What has been asked of the real machine is asked again, and of the fake one forgotten."""
-    device.capability.cache_clear()
-    device.cpu_multiplies.cache_clear()
-    device.product_dtype.cache_clear()
-    yield
-    device.capability.cache_clear()
-    device.cpu_multiplies.cache_clear()
-    device.product_dtype.cache_clear()
+pytestmark = pytest.mark.usefixtures("pretended")  # what has been asked of the real machine is asked again
 
 
 @pytest.mark.parametrize(("card", "counted"), [("MI250", (9, 0)), ("MI300X", (9, 4)), ("RX 7900", (11, 0))])
-def test_an_amd_card_is_no_hopper_and_no_blackwell(card: str, counted: tuple, monkeypatch: pytest.MonkeyPatch):
+def test_an_amd_card_is_no_hopper_and_no_blackwell(card: str, counted: tuple, pretended, monkeypatch):
     """torch calls it "cuda", and its gfx942 is (9, 4)."""
     monkeypatch.setattr(torch.version, "hip", "6.4")
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda where: counted)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda where: f"AMD {card}")
+    pretended(counted, f"AMD {card}")
     assert device.capability(CUDA) == (0, 0)
     assert not device.has_fp8(CUDA)
     assert device.product_dtype(CUDA) == torch.float32
@@ -60,10 +48,9 @@ def test_an_amd_card_is_no_hopper_and_no_blackwell(card: str, counted: tuple, mo
 
 
 @pytest.mark.parametrize("card", CARDS)
-def test_cards(card: str, monkeypatch: pytest.MonkeyPatch):
+def test_cards(card: str, pretended):
     capability, has_fp8, product, backend, by_block = CARDS[card]
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda where: capability)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda where: f"NVIDIA {card}")
+    pretended(capability, f"NVIDIA {card}")
     assert device.capability(CUDA) == capability
     assert device.has_fp8(CUDA) is has_fp8
     assert device.product_dtype(CUDA) == product
@@ -71,6 +58,13 @@ def test_cards(card: str, monkeypatch: pytest.MonkeyPatch):
     assert reference.emulation_dtype(CUDA, 1) == reference.emulation_dtype(CUDA, 1 << 20) == product
     assert matmul.choose(CUDA, by_block=False) == backend
     assert matmul.choose(CUDA, by_block=True) == by_block
+    assert casts.choose(CUDA) == ("triton" if has_fp8 else "reference")
+    why = f"NVIDIA {card} has no FP8 Tensor Cores; sm_89 or later has"
+    assert (triton_backend.no_card(CUDA) or "").startswith("" if has_fp8 else why)
+    assert (triton_backend.no_card(CUDA) is None) == has_fp8
+    why = triton_backend.no_card(CUDA, triton_backend.CAPABILITY_16_BITS)
+    assert (why is None) == (capability >= (8, 0))
+    assert why is None or f"NVIDIA {card} has no path of Triton's to its Tensor Cores; sm_80 or" in why
     assert matmul.emulated(CUDA, "cublas") is not has_fp8
     assert matmul.emulated(CUDA, "reference") is True
     assert device.name(CUDA) == f"NVIDIA {card}"
@@ -83,11 +77,9 @@ def test_cpus(cpu: str, monkeypatch: pytest.MonkeyPatch):
     known |= dict.fromkeys(instructions, True)
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: known, raising=False)
     product = torch.bfloat16 if bf16 else torch.float32
-    assert device.product_dtype(CPU) == product
-    assert reference.emulation_dtype(CPU, SMALL) == product
+    assert device.product_dtype(CPU) == reference.emulation_dtype(CPU, SMALL) == product
     assert reference.emulation_dtype(CPU, SMALL - 1) == torch.float32
-    assert device.has_fp8(CPU) is False
-    assert device.capability(CPU) == (0, 0)
+    assert (device.has_fp8(CPU), device.capability(CPU)) == (False, (0, 0))
     assert matmul.choose(CPU, by_block=False) == backend
     assert matmul.choose(CPU, by_block=True) == "reference"
     # Not even a CPU that multiplies FP8 has Tensor Cores: a report must not count it as one.
@@ -103,12 +95,13 @@ def test_a_torch_that_lists_no_instructions(avx512: bool, amx: bool, bf16: bool,
     assert device.cpu_multiplies("fp8") is False
 
 
-@pytest.mark.parametrize("where", [META, torch.device("mps")], ids=str)
-def test_any_other_device_emulates_in_fp32(where: torch.device):
+@pytest.mark.parametrize("kind", ["meta", "mps"])
+def test_any_other_device_emulates_in_fp32(kind: str):
+    where = torch.device(kind)
     assert device.product_dtype(where) == reference.emulation_dtype(where, 1 << 20) == torch.float32
     assert not device.has_fp8(where)
     assert matmul.choose(where, by_block=False) == "reference"
-    assert device.name(where) == where.type
+    assert device.name(where) == kind
 
 
 def test_a_machine_is_asked_once(monkeypatch: pytest.MonkeyPatch):

@@ -88,27 +88,18 @@ def events(ptx: str) -> str:
     return "".join(str(match.lastgroup) for match in found)
 
 
-@pytest.mark.slow
-def test_fits_the_card(variant):
+def test_it_fits_the_card_and_the_main_loop_is_wgmma_that_is_not_serialized(variant):
     _, code = variant
     assert code.spills == 0
     assert code.shared <= SHARED_MEMORY
     assert code.registers * 32 * code.warps <= REGISTERS
-
-
-def test_the_main_loop_is_wgmma_that_is_not_serialized(variant):
-    _, code = variant
     loop = sass.main_loop(code.sass)
     assert not code.serialized, code.notes
     assert loop.shapes == ("QGMMA.64x128x32",)
     assert loop.products == (PRODUCTS - 1) * WGMMAS
-
-
-def test_warps_deal_their_registers(variant):
-    _, code = variant
-    given = set(re.findall(r"setmaxnreg\.\w+\.sync\.aligned\.u32\s+(\d+)", code.ptx))
-    assert given >= {"24", "240"}
-    assert REGISTERS >= 32 * (8 * 240 + 4 * 24)  # the producer's warp is one of a warpgroup's four
+    # Warps deal their registers: the producer's warp is one of a warpgroup's four.
+    assert {*re.findall(r"setmaxnreg\.\w+\.sync\.aligned\.u32\s+(\d+)", code.ptx)} >= {"24", "240"}
+    assert REGISTERS >= 32 * (8 * 240 + 4 * 24)
     assert code.warps == 12
 
 
@@ -171,15 +162,19 @@ def test_what_is_unsupported_says_why(reason):
         assert str(gluon.unsupported(a, b, epilogue, TILE)).startswith(reason)
 
 
-def test_tiles_of_another_size_are_unsupported():
+def test_what_else_decides_whether_it_is_supported(monkeypatch):
+    """Tiles; ragged shapes and padded rows, K = 100 in rows of 128, which TMA fills; the card; the interpreter."""
     found = gluon.unsupported(GOOD, GOOD, Epilogue(), TILE._replace(block_n=256))
     assert str(found).startswith("tiles are (128, 128, 128)")
-
-
-def test_ragged_shapes_and_padded_rows_are_supported():
     padded = operand(100, k=128)
-    padded = padded._replace(data=padded.data[:, :100])  # K = 100 in rows of 128: TMA fills with zeros
+    padded = padded._replace(data=padded.data[:, :100])
     assert gluon.unsupported(padded, operand(8)._replace(data=padded.data[:8]), Epilogue(), TILE) is None
+    with knobs.runtime.scope():
+        knobs.runtime.interpret = True
+        assert gluon.unsupported(GOOD, GOOD, Epilogue(), TILE) == "Gluon has no interpreter"
+    for capability, reason in {(8, 9): "sm_89", (10, 0): "sm_100", (12, 0): "sm_120"}.items():
+        monkeypatch.setattr(gluon, "capability", lambda where, capability=capability: capability)
+        assert str(gluon.unsupported(GOOD, GOOD, Epilogue(), TILE)).endswith(reason)
 
 
 @pytest.mark.parametrize(("setting", "used"), [("0", False), ("1", True), (None, True)])
@@ -206,18 +201,6 @@ def test_which_kernel_a_configuration_of_gluon_runs(monkeypatch, sums: str, allo
     monkeypatch.setattr(plain, "_launch", lambda *given: "Triton")
     monkeypatch.setattr(gluon, "matmul_gluon", lambda *given: "Gluon")
     assert plain.matmul_fp8(a, b, Epilogue(), sums == "promoted", TILE, allowed) == runs
-
-
-def test_only_hopper_is_supported(monkeypatch):
-    for capability, reason in {(8, 9): "sm_89", (10, 0): "sm_100", (12, 0): "sm_120"}.items():
-        monkeypatch.setattr(gluon, "capability", lambda where, capability=capability: capability)
-        assert str(gluon.unsupported(GOOD, GOOD, Epilogue(), TILE)).endswith(reason)
-
-
-def test_the_interpreter_is_not_supported():
-    with knobs.runtime.scope():
-        knobs.runtime.interpret = True
-        assert gluon.unsupported(GOOD, GOOD, Epilogue(), TILE) == "Gluon has no interpreter"
 
 
 def test_one_stage_is_refused():

@@ -64,30 +64,24 @@ def test_a_descriptor_is_kept_and_keeps_no_memory():
     assert gone() is None
 
 
-def test_a_slice_of_wider_rows_is_described_with_its_own_stride():
-    wide = codes(64, 96)
+def test_an_operand_is_described_as_it_lies():
+    """A slice of wider rows with its own stride, a transposed one turned."""
+    wide, turned = codes(64, 96), codes(32, 64).t()
     made = launch.descriptor(wide[:, 16:48], (16, 32))
     assert (made.base.data_ptr(), made.shape, made.strides) == (wide.data_ptr() + 16, [64, 32], [96, 1])
-
-
-def test_a_transposed_operand_is_described_as_it_lies():
-    x = codes(32, 64).t()
-    made: Any = launch.reader(x, "transposed", 16, 8)
+    made: Any = launch.reader(turned, "transposed", 16, 8)
     assert (made.shape, made.strides, made.block_shape) == ([32, 64], [64, 1], [8, 16])
-    assert launch.reader(x, "pointer", 16, 8) is x
+    assert launch.reader(turned, "pointer", 16, 8) is turned
 
 
-@pytest.mark.parametrize(("m", "n", "grid"), [(1, 1, 1), (64, 128, 1), (65, 128, 2), (64, 385, 4), (10_000, 10_000, 4)])
-def test_a_grid_is_a_program_a_tile_and_no_more_than_there_are_processors(m, n, grid):
-    assert launch.persistent_grid(m, n, Config(64, 128, 64), CPU) == (grid,)
-
-
-def test_a_grid_has_as_many_programs_a_multiprocessor_as_fit_and_one_a_share_of_a_tile(monkeypatch: pytest.MonkeyPatch):
+def test_a_grid_is_a_program_a_tile_and_no_more_than_fit_on_the_processors(monkeypatch: pytest.MonkeyPatch):
     config, where = Config(64, 128, 64), torch.device("cuda", 0)
+    for m, n, grid in ((1, 1, 1), (64, 128, 1), (65, 128, 2), (64, 385, 4), (10_000, 10_000, 4)):
+        assert launch.persistent_grid(m, n, config, CPU) == (grid,)
     monkeypatch.setattr(launch, "processors", lambda where: 132)
     assert launch.persistent_grid(10_000, 10_000, config, where, 2) == (264,)
     assert launch.persistent_grid(64, 150 * 128, config, where, 2) == (150,)
-    assert launch.persistent_grid(64, 128, config, where, 1, 3) == (3,)
+    assert launch.persistent_grid(64, 128, config, where, 1, 3) == (3,)  # one a share of a tile
     assert launch.persistent_grid(10_000, 10_000, config, CPU, 2) == (132,)  # without a card
 
 
@@ -105,33 +99,21 @@ def test_pieces_and_stages():
     ]:
         assert launch.parts(config, end, torch.empty(64, 4096, dtype=torch.bfloat16)) == cut
     whole = torch.empty(64, 4096)  # FP32: a piece takes the shared memory of a 16-bit tile
-    assert [launch.parts(config, plain, whole) for config in (wide, tile, tile._replace(descriptors=False))] == [
-        2,
-        2,
-        1,
-    ]
+    configs = (wide, tile, tile._replace(descriptors=False))
+    assert [launch.parts(config, plain, whole) for config in configs] == [2, 2, 1]
     half, full = torch.empty(1, dtype=torch.bfloat16), torch.empty(1)
     assert [launch.stages(wide, y) for y in (half, full)] == [4, 3]
     assert [launch.stages(tile, y) for y in (half, full)] == [4, 4]
 
 
-@pytest.mark.parametrize(
-    ("columns", "descriptors", "pieces"),
-    [
-        (4096, True, 2),
-        (4104, True, 2),
-        (4104, False, 8),
-        (4112, False, 2),
-        (50257, True, 8),
-        (50257, False, 8),
-        (1, True, 8),
-    ],
-)
-def test_rows_that_are_written_element_by_element_are_written_in_small_pieces(columns, descriptors, pieces):
-    wide, y_MN = Config(128, 256, 128, warps=8, parts=2), torch.empty(64, columns, dtype=torch.bfloat16, device="meta")
-    assert launch.parts(wide._replace(descriptors=descriptors), Epilogue(), y_MN) == pieces
-    few = Config(64, 64, 32, warps=4, parts=1, descriptors=descriptors)  # 32 sums a thread
-    assert launch.parts(few, Epilogue(), y_MN) == (2 if pieces == 8 else 1)
+def test_rows_that_are_written_element_by_element_are_written_in_small_pieces():
+    wide, few = Config(128, 256, 128, warps=8, parts=2), Config(64, 64, 32, warps=4, parts=1)  # few: 32 sums a thread
+    for columns, by_tma, by_pointer in ((4096, 2, 2), (4104, 2, 8), (4112, 2, 2), (50257, 8, 8), (1, 8, 8)):
+        y_MN = torch.empty(64, columns, dtype=torch.bfloat16, device="meta")
+        for descriptors, pieces in ((True, by_tma), (False, by_pointer)):
+            assert launch.parts(wide._replace(descriptors=descriptors), Epilogue(), y_MN) == pieces
+            in_few = launch.parts(few._replace(descriptors=descriptors), Epilogue(), y_MN)
+            assert in_few == (2 if pieces == 8 else 1)
 
 
 def test_offsets_in_a_tile_fit_into_32_bits():

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 from activations import EXACT, OF_GATE
-from casts import E4M3, E5M2
+from casts import E4M3, E5M2, cast_of
 from contracts import Given, slot_of
 from operations import CASES, calls, vector
 
@@ -14,7 +14,6 @@ from fp8engine.errors import BackendError, InvalidRecipe, ShapeError, UnknownNam
 from fp8engine.kernels import act_quantize as act_kernels
 from fp8engine.ops import norm_act, triton_backend
 from fp8engine.ops.reference import Norm, RowStatistics, Slot, Store
-from tests.helpers.casts import cast_of
 
 X, DY = (Given(4, 6).matrix(4, 6) for _ in "xd")
 LAYER, RMS = Norm("layer"), Norm("rms")

@@ -1,4 +1,4 @@
-"""torch's scaled matmul against float64 products of the dequantised operands, and what it is handed.
+"""torch's scaled matmul against float64 products of the dequantised operands, and against its own rules for CUDA.
 
 u = 2^-24 is FP32's rounding, u16 the 16-bit result's (2^-8 BF16, 2^-11 FP16; 0 for FP32).  S = sum_k |a b| of the
 dequantised operands, y their exact product:
@@ -7,27 +7,116 @@ dequantised operands, y their exact product:
     result            u16 |y|: torch leaves the product in `out`, and in BF16 whatever `out` is where scales are by row
     bias              once more u16 |y + bias|, after it was added in the wider of the two dtypes
     FP16              2^-24 for each of the two: half its smallest subnormal
+
+The rules are torch's own: the meta function of `_scaled_mm`, which reads shapes, strides and dtypes of CUDA tensors
+that hold nothing.  `make test-oldest` runs the same tests with the rules of the oldest torch.
 """
+
+import functools
+import itertools
 
 import pytest
 import torch
-from casts import E4M3, E5M2
+from casts import E4M3, E5M2, cast_of
+from casts import ROUNDING as U
+from contracts import Given
+from torch._subclasses.fake_tensor import FakeTensorMode
 
+import fp8engine as fe
 from fp8engine.errors import BackendError
-from fp8engine.ops import device, reference, scaled_mm
+from fp8engine.ops import casts, device, matmul, reference, scaled_mm, triton_backend
 from fp8engine.ops.reference import Operand
-from tests.helpers.casts import cast_of
 
-U = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 SHAPES = [(1, 1, 1), (3, 17, 5), (16, 16, 16), (33, 50, 257), (130, 131, 129), (5, 16, 31), (16, 15, 16)]
+NOTHING = [(0, 8, 4), (3, 0, 4), (3, 8, 0), (0, 0, 0)]
+SCALED_MM = torch._scaled_mm
 TAKES_ROWS = device.cpu_scales_rows.__wrapped__  # asks torch each time
+HAS_ROWS = TAKES_ROWS()
 TENSOR, ROW, BLOCK = (-1, -1), (1, -1), (1, 16)
+LINES, SQUARES = (1, 128), (128, 128)
 GROUPS = {
     "tensor x tensor": (TENSOR, TENSOR),
     "row x row": (ROW, ROW),
     "row x tensor": (ROW, TENSOR),
     "tensor x row": (TENSOR, ROW),
 }
+
+
+@functools.cache
+def asked(tensors: tuple, bias: tuple | None, out_dtype: torch.dtype, fast: bool) -> tuple[int, ...]:
+    """The result's shape, or torch's error, for CUDA tensors of these (shape, strides, dtype)."""
+    with FakeTensorMode():
+        put = lambda shape, strides, dtype: torch.empty_strided(shape, strides, dtype=dtype, device="cuda")  # noqa: E731
+        there, bias_N = [put(*tensor) for tensor in tensors], None if bias is None else put(*bias)
+        return tuple(SCALED_MM(*there, bias=bias_N, out_dtype=out_dtype, use_fast_accum=fast).shape)
+
+
+class Card:
+    """Stands for torch._scaled_mm: asks CUDA's rules first, then computes on the CPU."""
+
+    def __init__(self):
+        self.calls: list[bool] = []  # whether each was to sum fast
+
+    def __call__(self, a, b, scale_a, scale_b, bias=None, out_dtype=None, use_fast_accum=False):
+        self.calls.append(use_fast_accum)
+        described = [(tuple(x.shape), x.stride(), x.dtype) for x in (a, b, scale_a, scale_b)]
+        about_bias = None if bias is None else (tuple(bias.shape), bias.stride(), bias.dtype)
+        shape = asked(tuple(described), about_bias, out_dtype, use_fast_accum)
+        if bias is not None:  # Blas.cpp, _scaled_mm_out_cuda: no bias of an FP32 result, and one of the result's dtype
+            assert bias.dtype == out_dtype != torch.float32
+            assert bias.is_contiguous()
+            assert bias.numel() == b.shape[1]
+        # Rules of cuBLASLt, CUTLASS and torch's own C++ that the meta function does not know.
+        assert E4M3 in (a.dtype, b.dtype)
+        in_blocks = scale_a.dim() == 2 and scale_a.shape[1] > 1
+        if in_blocks:
+            assert not use_fast_accum
+            assert kind_of(a, scale_a) != SQUARES or kind_of(b.t(), scale_b.t()) != SQUARES
+        assert scale_a.dim() == 0 or in_blocks or out_dtype == torch.bfloat16
+        if in_blocks:
+            y_MN = (real(a, scale_a) @ real(b.t(), scale_b.t()).t()).to(out_dtype)
+        elif bias is None and (scale_a.dim() == 0 or HAS_ROWS):
+            y_MN = SCALED_MM(a, b, scale_a, scale_b, out_dtype=out_dtype, use_fast_accum=use_fast_accum)
+        else:
+            y_MN = a.float() @ b.float() * scale_a * scale_b
+            y_MN = (y_MN if bias is None else y_MN + bias.float()).to(out_dtype)
+        assert y_MN.shape == shape
+        return y_MN
+
+
+def kind_of(codes_RK: torch.Tensor, scale: torch.Tensor) -> tuple[int, int]:
+    """Which blocks torch takes the scale for: ScaledBlas.cpp, is_blockwise_1x128_scaling and _128x128_scaling.
+
+    Of the latter there are two readings of the stride in torch's history, ceil(K / 128) and that rounded up to a
+    multiple of 4 (cuBLASLt: 16 bytes): here both have to hold.
+    """
+    (rows, k), groups = codes_RK.shape, -(-codes_RK.shape[1] // 128)
+    assert scale.dtype == torch.float32
+    if tuple(scale.shape) == (rows, groups):
+        assert scale.stride() == (1, rows), f"1x128: strides {scale.stride()}"
+        assert rows % 4 == 0, "the stride is no multiple of 16 bytes"
+        return LINES
+    assert tuple(scale.shape) == (-(-rows // 128), groups), f"{list(scale.shape)} for {rows}x{k}"
+    assert scale.stride(1) == 1
+    assert scale.shape[0] == 1 or scale.stride(0) == groups
+    assert groups % 4 == 0, "the stride is no multiple of 16 bytes"
+    return SQUARES
+
+
+def real(codes_RK: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    rows, k = codes_RK.shape
+    every = scale.repeat_interleave(kind_of(codes_RK, scale)[0], 0)[:rows].repeat_interleave(128, 1)[:, :k]
+    return codes_RK.float() * every
+
+
+@pytest.fixture
+def card(monkeypatch: pytest.MonkeyPatch) -> Card:
+    """A card of these rules, with scales in blocks, in the place of torch's scaled matmul."""
+    found = Card()
+    monkeypatch.setattr(torch, "_scaled_mm", found)
+    monkeypatch.setattr(device, "cpu_scales_rows", lambda: True)
+    monkeypatch.setattr(scaled_mm, "no_blocks", lambda where: None)
+    return found
 
 
 def operand(x_MK: torch.Tensor, group=TENSOR, dtype=E4M3) -> Operand:
@@ -58,80 +147,24 @@ def check(found: torch.Tensor, a: Operand, b: Operand, bias_N=None, out=torch.bf
 
 @pytest.mark.parametrize("out", U, ids=str)
 @pytest.mark.parametrize("groups", GROUPS)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_the_product_of_any_shape(shape, groups: str, out: torch.dtype):
-    a, b = operands(shape, GROUPS[groups])
-    check(scaled_mm.matmul(a, b, None, out), a, b, None, out)
-
-
-@pytest.mark.parametrize("dtypes", [(E5M2, E4M3), (E4M3, E5M2)], ids=["E5M2 x E4M3", "E4M3 x E5M2"])
-@pytest.mark.parametrize("fast", [False, True], ids=["exact", "fast"])
-def test_gradients_in_e5m2(dtypes, fast: bool):
-    a, b = operands((20, 33, 18), dtypes=dtypes)
-    check(scaled_mm.matmul(a, b, fast=fast), a, b)
-
-
-@pytest.mark.parametrize("bias_dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("out", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("groups", ["tensor x tensor", "row x row"])
-def test_a_bias_of_any_dtype(groups: str, out: torch.dtype, bias_dtype: torch.dtype):
-    a, b = operands((7, 33, 21), GROUPS[groups])
-    bias_N = torch.randn(21).to(bias_dtype)
-    check(scaled_mm.matmul(a, b, bias_N, out), a, b, bias_N, out)
-
-
-@pytest.mark.parametrize("shape", [(0, 8, 4), (3, 0, 4), (3, 8, 0), (0, 0, 0)], ids=str)
-@pytest.mark.parametrize("groups", ["tensor x tensor", "row x row"])
-def test_nothing_to_multiply_gives_the_bias(shape, groups: str):
-    a, b = operands(shape, GROUPS[groups])
-    m, _, n = shape
-    bias_N = torch.arange(n, dtype=torch.float32)
-    for given, wanted in ((None, torch.zeros(m, n)), (bias_N, bias_N.expand(m, n))):
-        y_MN = scaled_mm.matmul(a, b, given)
-        assert y_MN.dtype == torch.bfloat16
-        assert torch.equal(y_MN.float(), wanted)
-
-
-@pytest.mark.parametrize("groups", ["tensor x tensor", "row x row"])
-def test_operands_in_any_layout_give_the_same_bits(groups: str):
-    a, b = operands((32, 48, 64), GROUPS[groups])
-    wanted = scaled_mm.matmul(a, b)
-    transposed = [o._replace(data=o.data.t().contiguous().t()) for o in (a, b)]
-    strided = [o._replace(data=torch.stack([o.data.view(torch.uint8)] * 2, -1)[..., 0].view(E4M3)) for o in (a, b)]
-    for first, second in (transposed, strided, (transposed[0], b), (a, strided[1])):
-        assert not (first.data.is_contiguous() and second.data.is_contiguous())
-        assert torch.equal(scaled_mm.matmul(first, second), wanted)
-    columns = [operand(x, (-1, 1)) for x in (torch.randn(48, 32), torch.randn(48, 64))]  # as wgrad reads them
+@pytest.mark.parametrize("shape", [*SHAPES, *NOTHING], ids=str)
+def test_the_product_of_any_shape_dtype_and_layout(shape, groups: str, out: torch.dtype, card: Card):
+    """Gradients are in E5M2, on either side; a bias may have another dtype, and lie in every second place."""
+    n = shape[2]
+    biases = (None, torch.randn(n), torch.randn(n).to(out), torch.randn(2 * n).bfloat16()[::2])
+    for dtypes, fast in (((E4M3, E4M3), False), ((E5M2, E4M3), True), ((E4M3, E5M2), False)):
+        a, b = operands(shape, GROUPS[groups], dtypes)
+        wanted = scaled_mm.matmul(a, b, None, out, fast)
+        assert card.calls[-1:] == ([fast] if 0 not in shape else [])
+        for bias_N in biases:
+            check(scaled_mm.matmul(a, b, bias_N, out, fast), a, b, bias_N, out)
+        for layout in ("columns", "strided") if 0 not in shape else ():
+            laid_out = Given(1, 1, layout=layout).laid_out
+            turned = [each._replace(data=laid_out(each.data)) for each in (a, b)]
+            for first, second in ((turned[0], b), (a, turned[1]), turned):
+                assert torch.equal(scaled_mm.matmul(first, second, None, out, fast), wanted)
+    columns = [operand(torch.randn(shape[1], size), (-1, 1)) for size in (shape[0], n)]  # as wgrad reads them
     check(scaled_mm.matmul(columns[0].t(), columns[1].t()), columns[0].t(), columns[1].t())
-
-
-@pytest.mark.parametrize("groups", GROUPS)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_torch_is_handed_what_a_card_takes(shape, groups: str, monkeypatch: pytest.MonkeyPatch):
-    """Hopper reads K-major operands, K and N multiples of 16, row scales [M, 1] and [1, N] contiguous in FP32."""
-    seen = []
-    real = torch._scaled_mm
-    monkeypatch.setattr(torch, "_scaled_mm", lambda a, b, **rest: seen.append((a, b, rest)) or real(a, b, **rest))
-    m, k, n = shape
-    first, second = operands(shape, GROUPS[groups])
-    first = first._replace(data=first.data.t().contiguous().t())
-    scaled_mm.matmul(first, second, out=torch.float32, fast=True)
-    ((a_MK, b_KN, rest),) = seen
-    wide, high = -(-k // 16) * 16, -(-n // 16) * 16
-    assert (a_MK.shape, a_MK.stride()) == ((m, wide), (wide, 1))
-    assert (b_KN.shape, b_KN.stride()) == ((wide, high), (1, wide))
-    assert a_MK[:, k:].float().abs().sum() == b_KN[k:].float().abs().sum() == b_KN[:, n:].float().abs().sum() == 0
-    assert torch.equal(a_MK[:, :k].float(), first.data.float())
-    assert rest["use_fast_accum"] is True
-    by_row = groups != "tensor x tensor"
-    assert rest["out_dtype"] == (torch.bfloat16 if by_row else torch.float32)
-    for name, shape_of_rows in (("scale_a", (m, 1)), ("scale_b", (1, high))):
-        scale = rest[name]
-        assert scale.dtype == torch.float32
-        assert scale.shape == (shape_of_rows if by_row else ())
-        assert scale.is_contiguous()
-    if by_row:
-        assert torch.equal(rest["scale_b"][0, n:], torch.ones(high - n))  # of padding: 0 by NaN would be NaN
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
@@ -139,6 +172,74 @@ def test_what_is_not_finite_stays_in_its_row(bad: float):
     a, b = operands((5, 33, 7))
     a = a._replace(data=a.data.float().index_put((torch.tensor(2), torch.tensor(32)), torch.tensor(bad)).to(E5M2))
     assert scaled_mm.matmul(a, b).isfinite().all(1).tolist() == [True, True, False, True, True]
+
+
+@pytest.fixture
+def transposes_of_kernels(monkeypatch: pytest.MonkeyPatch):
+    """Transposes lie as Triton's cast_transpose leaves them: allocated as [K, M], so that [1, M] has strides (M, 1)."""
+    real = casts._cast_transpose
+
+    def laid_out(*arguments, slot):
+        data, scale, turned, *rest = real(*arguments, slot=slot)
+        fresh = torch.empty(turned.shape, dtype=torch.uint8).copy_(turned.view(torch.uint8)).view(turned.dtype)
+        return data, scale, fresh, *rest
+
+    monkeypatch.setattr(casts, "_cast_transpose", laid_out)
+
+
+PAIRS = ((LINES, SQUARES), (SQUARES, LINES), (LINES, LINES))
+
+
+def blocked(rows: int, k: int, kind: tuple[int, int], turned: bool) -> Operand:
+    """Codes 0, 1, -1 under powers of two: sums of them are exact.  turned: scales as the transpose of a cast's."""
+    if kind == TENSOR:
+        return operand(torch.randn(rows, k))
+    groups = -(-rows // kind[0]), -(-k // kind[1])
+    scale = torch.exp2(torch.randint(-2, 3, groups[::-1] if turned else groups).float())
+    data = torch.randint(-1, 2, (rows, k)).float().to(E4M3)
+    return Operand(data, scale.t() if turned else scale, *kind, True)
+
+
+@pytest.mark.parametrize("pair", PAIRS, ids=str)
+def test_a_card_refuses_no_blocks_and_they_are_multiplied(card: Card, pair):
+    shapes = itertools.product((1, 16, 130), (1, 33, 256), (1, 100, 128, 200, 512, 700))
+    for (m, n, k), turned, out in itertools.product(shapes, (False, True), U):
+        a, b = blocked(m, k, pair[0], turned), blocked(n, k, pair[1], turned)
+        y = scaled_mm.matmul(a, b, None, out)
+        wanted = reference.matmul_fp8(a, b, None, torch.float32, exact=True).to(out)
+        assert (y.shape, y.dtype, y.is_contiguous()) == ((m, n), out, True)
+        assert torch.equal(y, wanted), (m, n, k, turned, out)
+    assert len(card.calls) == 3 * 3 * 6 * 2 * len(U)
+
+
+@pytest.mark.parametrize("recipe", ["current", "delayed", "rowwise", "rowwise_gw_hp", "blockwise"])
+@pytest.mark.parametrize("needs", [True, False], ids=["the input needs a gradient", "the input needs none"])
+def test_a_card_refuses_no_step_of_a_layer(card: Card, transposes_of_kernels, recipe: str, needs: bool):
+    """Among them the head with one output: its dy^T is a single row."""
+    sizes = [*itertools.product((1, 16, 17, 32), (1, 16, 48), (1, 2, 48))]
+    for m, k, n in [*sizes, (130, 200, 96)]:
+        torch.manual_seed(m + k + n)
+        layer = fe.Linear(k, n, recipe=recipe)
+        x, dy = torch.randn(m, k, requires_grad=needs), torch.randn(m, n)
+        found = []
+        card.calls.clear()
+        for backend in ("cublas", "reference"):
+            layer.zero_grad()
+            x.grad = None
+            with fe.backend(backend):
+                y = layer(x)
+                y.backward(dy)
+            assert fe.inspect(layer).layers[0]["backend"] == backend
+            found.append([y.detach(), layer.weight.grad, layer.bias.grad, *([x.grad] if needs else [])])
+        summed = {"forward": True, "dgrad": True, "wgrad": False}  # which promotes
+        in_fp8 = [
+            name for name in summed if layer.numerics.recipe.operands(name)[0].is_fp8 and (needs or name != "dgrad")
+        ]
+        assert card.calls == [summed[name] and recipe != "blockwise" for name in in_fp8]
+        for ours, its in zip(*found, strict=True):
+            # The same codes and scales: apart is the rounding of the result to BF16 (2^-8), of 16-bit operands as of
+            # sums of up to 200 terms, against the largest of them.
+            assert (ours - its).abs().max() <= 2.0**-6 * its.abs().max()
 
 
 REFUSED = {
@@ -158,15 +259,18 @@ def test_what_a_card_refuses_a_cpu_refuses(case: str):
         scaled_mm.matmul(a, b)
 
 
-def test_values_held_for_emulation_are_no_codes():
-    a, _ = operands((16, 16, 16))
-    with pytest.raises(BackendError, match="not FP8 codes"):
-        scaled_mm.matmul(a._replace(data=a.data.bfloat16()), a)
+@pytest.mark.parametrize("pair", [(SQUARES, SQUARES), ((1, 64), (1, 64)), (LINES, TENSOR)], ids=str)
+def test_other_blocks_are_refused(card: Card, pair):
+    a, b = (blocked(16, 128, kind, False) for kind in pair)
+    assert "1x128 by 128x128" in (scaled_mm.unsupported(a, b) or "")
+    with pytest.raises(BackendError, match="cannot multiply these"):
+        scaled_mm.matmul(a, b)
 
 
 def test_where_it_is_not(monkeypatch: pytest.MonkeyPatch):
     a, b = operands((16, 16, 16))
     assert scaled_mm.unsupported(a, b) is None
+    assert "not FP8 codes" in str(scaled_mm.unsupported(a._replace(data=a.data.bfloat16()), a))
     meta = a._replace(data=a.data.to("meta"))
     assert scaled_mm.unsupported(meta, meta) == "no scaled matmul on meta"
     card = a._replace(data=type("OnCard", (), {"device": torch.device("cuda")})())
@@ -194,3 +298,41 @@ def test_row_scales_on_a_cpu_where_torch_has_none(takes: bool, monkeypatch: pyte
         reason = scaled_mm.unsupported(first, second)
         assert reason == (None if takes else f"torch {torch.__version__} has no row scales on a CPU")
     assert scaled_mm.unsupported(b, b) is None
+
+
+def test_blocks_are_for_hopper_and_cuda_12_9(monkeypatch: pytest.MonkeyPatch):
+    card = torch.device("cuda", 0)
+    monkeypatch.setattr(device, "name", lambda where: "pretended card")
+    for capability, version, found in (
+        ((9, 0), "13.0", None),
+        ((9, 0), "12.9", None),
+        ((9, 0), "12.8", "need CUDA 12.9"),
+        ((10, 0), "13.0", "sm_90 alone"),
+        ((8, 9), "13.0", "sm_90 alone"),
+    ):
+        monkeypatch.setattr(device, "capability", lambda where, capability=capability: capability)
+        monkeypatch.setattr(torch.version, "cuda", version)
+        why = scaled_mm.no_blocks(card)
+        assert why is None if found is None else found in (why or "")
+
+
+@pytest.mark.parametrize(
+    ("usable", "torch_can", "ratio", "chosen"),
+    [
+        (True, True, 0.0, "triton"),  # nobody measured it
+        (True, True, 1.1, "triton"),
+        (True, True, 0.9, "cublas"),
+        (True, False, 0.9, "triton"),
+        (False, True, 0.0, "cublas"),
+        (False, False, 0.0, "reference"),
+    ],
+)
+def test_which_backend_multiplies_blocks(monkeypatch: pytest.MonkeyPatch, usable, torch_can, ratio, chosen):
+    monkeypatch.setattr(device, "has_fp8", lambda where: True)
+    monkeypatch.setattr(device, "capability", lambda where: (9, 0))
+    monkeypatch.setattr(triton_backend, "usable", lambda: usable)
+    monkeypatch.setattr(triton_backend, "measured", lambda *asked: ratio)
+    monkeypatch.setattr(scaled_mm, "no_blocks", lambda where: None if torch_can else "no")
+    assert matmul.choose(torch.device("cuda", 0), True, (8192, 4096), kind="block") == chosen
+    if usable:  # of other blocks than those of 128, which have no kind, nothing was measured
+        assert matmul.choose(torch.device("cuda", 0), True, (8192, 4096), kind=None) == "triton"

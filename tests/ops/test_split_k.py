@@ -39,15 +39,11 @@ def test_a_decode_step_keeps_most_of_a_card_busy(operation: str, m: int):
     ],
 )
 def test_the_rule(m: int, n: int, k: int, parts: int):
+    """A large result and an old row are never split."""
     assert parts_of(m, n, k, SMALL, H100) == parts
-
-
-def test_a_large_result_and_an_old_row_are_never_split():
-    for rows in table().values():
-        for name, config in rows["sm_90"].items():
-            if name in ("large", "medium"):
-                assert parts_of(64, 128, 1 << 20, config, H100) == 1
-    assert parts_of(64, 128, 1 << 20, Config(64, 128, 128), H100) == 1
+    unsplit = [rows["sm_90"][name] for rows in table().values() for name in ("large", "medium")]
+    for config in (*unsplit, Config(64, 128, 128)):
+        assert parts_of(m, n, k, config, H100) == 1
 
 
 @given(

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from casts import MAX, clamped_cast, factor, values
 from support import UNIT, dequantised
 from torch import nn
 
@@ -47,15 +46,8 @@ def test_quantize_is_the_cast_of_numpy(dtype, granularity, format, power_of_2: b
     want = dequantised(x, cast)
     # q * scale in FP32 and one rounding to the dtype; dequantised() keeps float64
     assert np.allclose(q.dequantize().double().numpy(), want, rtol=2 * UNIT[dtype] + 2.0**-22, atol=0)
-    assert (q.shape, q.dtype, q.data.dtype, q.format, q.granularity) == (
-        x.shape,
-        dtype,
-        format.dtype,
-        format,
-        granularity,
-    )
-    assert q.scale.dtype == torch.float32
-    assert not q.requires_grad
+    found = (q.shape, q.dtype, q.data.dtype, q.format, q.granularity, q.scale.dtype, q.requires_grad)
+    assert found == (x.shape, dtype, format.dtype, format, granularity, torch.float32, False)
 
 
 SCALE_SHAPES = {
@@ -76,12 +68,6 @@ def test_leading_dimensions_count_as_rows(shape, granularity):
     assert torch.equal(q.dequantize(), flat.dequantize().view(shape))
 
 
-@pytest.mark.parametrize("layout", [lambda x: x.t(), lambda x: x[:, ::2], lambda x: x[:1].expand(20, 40)])
-def test_any_strides(layout):
-    x = layout(torch.randn(20, 40))
-    assert_same_tensor(fe.quantize(x, cast_of(ROW)), fe.quantize(x.contiguous(), cast_of(ROW)))
-
-
 @pytest.mark.parametrize("granularity", GRANULARITIES, ids=str)
 def test_a_given_scale_is_used_and_what_does_not_fit_saturates(granularity):
     x = torch.randn(20, 40)
@@ -91,24 +77,15 @@ def test_a_given_scale_is_used_and_what_does_not_fit_saturates(granularity):
     assert halved.data.float().abs().max() == 448
     assert torch.isfinite(halved.dequantize()).all()
     assert torch.equal(halved.scale, measured.scale)
-    s = float(factor(float(x.abs().max()), MAX[torch.float8_e4m3fn]))
     if granularity == TENSOR:
-        codes = clamped_cast((x * 4).numpy(), s, torch.float8_e4m3fn)
-        assert np.array_equal(halved.data.float().numpy(), values(torch.from_numpy(codes).view(torch.float8_e4m3fn)))
         assert_same_tensor(fe.quantize(x, cast_of(TENSOR), measured.scale.view(1)), measured)
 
 
 @pytest.mark.parametrize(
     ("x", "cast", "scale", "error", "why"),
     [
-        (
-            torch.ones(2, 2, dtype=torch.float64),
-            cast_of(TENSOR),
-            None,
-            fe.errors.UnsupportedDtype,
-            "x is torch.float64",
-        ),
-        (torch.ones(2, 2, dtype=torch.int32), cast_of(TENSOR), None, fe.errors.UnsupportedDtype, "x is torch.int32"),
+        (torch.ones(2, 2).double(), cast_of(TENSOR), None, fe.errors.UnsupportedDtype, "x is torch.float64"),
+        (torch.ones(2, 2).int(), cast_of(TENSOR), None, fe.errors.UnsupportedDtype, "x is torch.int32"),
         (torch.ones(2, 2).to_sparse(), cast_of(TENSOR), None, fe.errors.UnsupportedDtype, "torch.sparse_coo"),
         (torch.ones(2, 2), fe.Cast(fe.BF16), None, fe.errors.UnsupportedDtype, "BF16 has no scale"),
         (torch.tensor(1.0), cast_of(TENSOR), None, fe.errors.ShapeError, "no dimensions"),
@@ -152,59 +129,17 @@ def test_transposing_a_matrix_keeps_fp8_as_a_view(granularity):
         assert torch.equal(same, q.dequantize())
 
 
-@pytest.mark.parametrize("granularity", [TENSOR, ROW, LINE], ids=str)
-@pytest.mark.parametrize("shape", [(2, 10, 40), (4, 5, 40), (-1, 40), (20, 1, 40), (2, 2, 5, 40)], ids=str)
+@pytest.mark.parametrize("granularity", GRANULARITIES, ids=str)
+@pytest.mark.parametrize("shape", [(2, 10, 40), (-1, 40), (20, 1, 40), (2, 2, 5, 40), (40, 20), (800,)], ids=str)
 def test_views_that_cut_no_group_keep_fp8(granularity, shape):
     q = quantized(granularity)
+    kept = granularity == TENSOR or (granularity in (ROW, LINE) and shape[-1] == 40)
     for v in (q.view(shape), q.reshape(shape)):
-        assert isinstance(v, fe.Float8Tensor)
-        assert torch.equal(v.dequantize(), q.dequantize().view(shape))
-        assert v.data.data_ptr() == q.data.data_ptr()
-        assert_same_tensor(v.view(20, 40), q)
-
-
-@pytest.mark.parametrize("granularity", GRANULARITIES, ids=str)
-@pytest.mark.parametrize("shape", [(40, 20), (800,), (10, 80)], ids=str)
-def test_views_that_cut_groups_give_the_values(granularity, shape):
-    q = quantized(granularity)
-    v = q.view(shape)
-    assert isinstance(v, fe.Float8Tensor) == (granularity == TENSOR)
-    plain = v.dequantize() if isinstance(v, fe.Float8Tensor) else v
-    assert torch.equal(plain, q.dequantize().view(shape))
-
-
-OTHERS = {
-    "add": lambda x: x + 1,
-    "radd": lambda x: 1 + x,
-    "mul by itself": lambda x: x * x,
-    "matmul": lambda x: x @ x.t(),
-    "sum": lambda x: x.sum(0),
-    "index": lambda x: x[3],
-    "slice": lambda x: x[2:5, ::2],
-    "softmax": lambda x: torch.softmax(x, -1),
-    "cat": lambda x: torch.cat([x, x]),
-    "cast": lambda x: x.to(torch.bfloat16),
-    "float of half": lambda x: x.half().float(),
-    "linear": lambda x: nn.functional.linear(x, x),
-    "layer_norm": lambda x: nn.functional.layer_norm(x, (40,)),
-    "equal": lambda x: x == x,
-    "permute": lambda x: x.permute(1, 0),
-    "abs max": lambda x: x.abs().max(),
-    "item": lambda x: torch.tensor(x[0, 0].item()),
-    "numpy": lambda x: torch.from_numpy(np.asarray(x.dequantize() if isinstance(x, fe.Float8Tensor) else x)),
-    "where": lambda x: torch.where(x > 0, x, 0),
-    "zeros_like": torch.zeros_like,
-}
-
-
-@pytest.mark.parametrize("name", OTHERS)
-@pytest.mark.parametrize("granularity", [TENSOR, ROW, SQUARE], ids=str)
-def test_everything_else_computes_on_the_values(granularity, name: str):
-    q = quantized(granularity)
-    found, want = OTHERS[name](q), OTHERS[name](q.dequantize())
-    plain = found.dequantize() if isinstance(found, fe.Float8Tensor) else found
-    assert plain.dtype == want.dtype
-    assert torch.equal(plain, want)
+        assert isinstance(v, fe.Float8Tensor) == kept
+        assert torch.equal(v.dequantize() if isinstance(v, fe.Float8Tensor) else v, q.dequantize().view(shape))
+        if isinstance(v, fe.Float8Tensor):
+            assert v.data.data_ptr() == q.data.data_ptr()
+            assert_same_tensor(v.view(20, 40), q)
 
 
 @pytest.mark.parametrize("granularity", GRANULARITIES, ids=str)
@@ -227,7 +162,16 @@ def by_torch_save(q):
     return torch.load(file, weights_only=True)["q"]
 
 
-@pytest.mark.parametrize("copied", [copy.deepcopy, copy.copy, by_pickle, by_torch_save], ids=lambda f: f.__name__)
+def by_flattening(q):
+    names, context = q.__tensor_flatten__()
+    inner = {name: getattr(q, name).clone() for name in names}
+    return fe.Float8Tensor.__tensor_unflatten__(inner, context, q.shape, q.stride())
+
+
+COPIES = [copy.deepcopy, copy.copy, by_pickle, by_torch_save, by_flattening]
+
+
+@pytest.mark.parametrize("copied", COPIES, ids=lambda f: f.__name__)
 @pytest.mark.parametrize("granularity", GRANULARITIES, ids=str)
 @pytest.mark.parametrize("transposed", [False, True])
 def test_copies(transposed: bool, granularity, copied):
@@ -241,24 +185,16 @@ def test_copies(transposed: bool, granularity, copied):
         assert torch.equal(q.dequantize(), before), "a copy of the codes, not a view of them"
 
 
-def by_flattening(q):
-    names, context = q.__tensor_flatten__()
-    inner = {name: getattr(q, name) for name in names}
-    return fe.Float8Tensor.__tensor_unflatten__(inner, context, q.shape, q.stride())
-
-
 @pytest.mark.parametrize("granularity", GRANULARITIES, ids=str)
 @pytest.mark.parametrize("power_of_2", [False, True])
 def test_a_matmul_hears_that_scales_are_powers_of_two(power_of_2: bool, granularity):
     """Folding such a scale into 16-bit values is exact; any other is folded in FP32."""
-    x = torch.randn(20, 40)
-    q = fe.quantize(x, cast_of(granularity, power_of_2=power_of_2))
-    other = fe.quantize(torch.zeros(20, 40), cast_of(granularity))
-    same = [q, q.detach(), q.clone(), q.t(), q.t().t(), q.to("meta"), other.copy_(q)]
-    same += [copied(q) for copied in (copy.deepcopy, by_pickle, by_torch_save, by_flattening)]
+    x, cast = torch.randn(20, 40), cast_of(granularity, power_of_2=power_of_2)
+    q, other = fe.quantize(x, cast), quantized(granularity)
+    same = [q, q.detach(), q.clone(), q.t(), q.t().t(), q.to("meta"), other.copy_(q), *(made(q) for made in COPIES)]
     assert [each.operand().power_of_2 for each in same] == [power_of_2] * len(same)
     q.copy_(x)
-    assert torch.equal(q.scale, fe.quantize(x, cast_of(granularity, power_of_2=power_of_2)).scale)
+    assert torch.equal(q.scale, fe.quantize(x, cast).scale)
     given = fe.quantize(x, cast_of(granularity, power_of_2=True), scale=q.scale * 3)
     assert not given.operand().power_of_2
 

@@ -1,4 +1,4 @@
-"""A Float8Tensor that a layer returned, in ordinary code: values of the dequantised one, and its gradients."""
+"""A Float8Tensor in ordinary code: values of the dequantised one, and gradients of one that a layer returned."""
 
 import pytest
 import torch
@@ -45,6 +45,30 @@ OPS = {
     "clone": (lambda y: y.clone(), True),
     "same dtype": (lambda y: y.to(y.dtype), True),
 }
+
+
+# Those without a gradient.
+OTHERS = {
+    "equal": lambda y: y == y,
+    "item": lambda y: torch.tensor(y[0, 0, 0].item()),
+    "where": lambda y: torch.where(y > 0, y, 0),
+    "zeros_like": torch.zeros_like,
+    **{name: function for name, (function, _) in OPS.items()},
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_values_are_those_of_the_dequantised_tensor(name: str):
+    for granularity in (fe.PerTensor(), fe.PerRow(), fe.PerBlock(16, 16)):
+        q = fe.quantize(torch.randn(6, 4, 50), fe.Cast(fe.E4M3, granularity))
+        results = []
+        for x in (q, q.dequantize()):
+            torch.manual_seed(3)
+            results.append(OTHERS[name](x))
+        found, want = results
+        plain = found.dequantize() if isinstance(found, Float8Tensor) else found
+        assert plain.dtype == want.dtype
+        assert torch.equal(plain, want)
 
 
 @pytest.mark.parametrize("name", OPS)

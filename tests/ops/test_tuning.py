@@ -25,21 +25,18 @@ EVERY = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("shape", "name"),
-    [
-        ((4096, 4096), "large"),  # 32 x 16 tiles of 128x256
-        ((128 * 12, 256 * 8), "large"),  # exactly the 96 that are enough
-        ((128 * 12, 256 * 8 - 255), "large"),  # a ragged last column is a tile as well
-        ((128 * 12, 256 * 8 - 256), "medium"),  # 12 x 7
-        ((128, 8192), "small"),
-        ((1, 1), "small"),
-        ((100_000, 3), "large"),
-    ],
-)
-def test_shape_classes(shape, name):
-    assert shape_class(*shape) == name
-    assert shape_class(*shape, aligned=False) == "unaligned"
+def test_shape_classes():
+    for shape, name in {
+        (4096, 4096): "large",  # 32 x 16 tiles of 128x256
+        (128 * 12, 256 * 8): "large",  # exactly the 96 that are enough
+        (128 * 12, 256 * 8 - 255): "large",  # a ragged last column is a tile as well
+        (128 * 12, 256 * 8 - 256): "medium",  # 12 x 7
+        (128, 8192): "small",
+        (1, 1): "small",
+        (100_000, 3): "large",
+    }.items():
+        assert shape_class(*shape) == name
+        assert shape_class(*shape, aligned=False) == "unaligned"
 
 
 def test_the_table_has_every_operation_and_class():
@@ -51,35 +48,23 @@ def test_the_table_has_every_operation_and_class():
             assert tuple(table()[operation][arch]) == CLASSES
 
 
-@pytest.mark.parametrize(("operation", "arch", "name", "config"), EVERY, ids=lambda value: str(value))
-def test_a_configuration_can_run(operation, arch, name, config: Config):
+@pytest.mark.parametrize(("operation", "arch", "name", "config"), EVERY, ids=str)
+def test_a_configuration_can_run(operation, arch, name, config: Config, monkeypatch: pytest.MonkeyPatch):
+    """Beside what was compiled: no kernel takes more shared memory than is known, and as many programs fit as start."""
     assert shared_memory(operation, config) <= tuning.SHARED_MEMORY[ARCHITECTURES[arch]]
     assert not config.descriptors or (arch == "sm_90" and name != "unaligned")  # descriptors are Hopper's, and aligned
     assert config.block_m % 64 == 0  # a warpgroup's rows
-    if operation == "matmul_block":  # a scale's group of K is a step of the loop
-        assert config.block_k == 128
-
-
-@pytest.mark.parametrize(("operation", "arch", "name", "config"), EVERY, ids=lambda value: str(value))
-def test_no_kernel_takes_more_shared_memory_than_is_known_of_its_configuration(operation, arch, name, config: Config):
-    of_config = [
-        row["shared"]
+    assert operation != "matmul_block" or config.block_k == 128  # a scale's group of K is a step of the loop
+    compiled = {
+        kernel: row
         for kernel, row in COMPILED.items()
         if kernel.startswith(f"{operation} ") and f"{arch} {config} " in kernel
-    ]
-    assert len(of_config) >= 3  # epilogues
-    assert max(of_config) <= shared_memory(operation, config)
-
-
-@pytest.mark.parametrize(("operation", "arch", "name", "config"), EVERY, ids=lambda value: str(value))
-def test_as_many_programs_fit_as_are_launched(operation, arch, name, config: Config, monkeypatch: pytest.MonkeyPatch):
+    }
+    assert len(compiled) >= 3  # epilogues
+    assert max(row["shared"] for row in compiled.values()) <= shared_memory(operation, config)
     monkeypatch.setattr(tuning, "capability", lambda where: ARCHITECTURES[arch])
-    compiled = [
-        row["programs"]
-        for kernel, row in COMPILED.items()
-        if kernel.startswith(f"{operation} ") and f"{arch} {config} " in kernel and "add_parts" not in kernel
-    ]
-    assert 1 <= tuning.programs(operation, config, torch.device("cpu")) <= min(compiled)
+    most = min(row["programs"] for kernel, row in compiled.items() if "add_parts" not in kernel)
+    assert 1 <= tuning.programs(operation, config, torch.device("cpu")) <= most
 
 
 def test_two_narrow_tiles_share_a_multiprocessor_of_hopper():
@@ -113,12 +98,8 @@ def test_loops_are_flattened_where_that_keeps_the_tensor_core_s_ceiling():
 def test_what_a_card_is_given_fits_into_its_shared_memory(operation, capability):
     for m, n, aligned in ((8192, 8192, True), (128 * 12, 256 * 7, True), (1, 1, True), (8192, 8192, False)):
         config = pick(operation, capability, m, n, aligned)
-        assert shared_memory(operation, config) <= {
-            (8, 0): 166_912,
-            (9, 0): 232_448,
-            (10, 0): 232_448,
-            (10, 3): 232_448,
-        }.get(capability, 101_376)
+        hopper = capability[0] in (9, 10)
+        assert shared_memory(operation, config) <= (232_448 if hopper else {(8, 0): 166_912}.get(capability, 101_376))
         as_on = {9: "sm_90", 10: "sm_90", 12: "sm_89"}.get(capability[0], "sm_89" if capability == (8, 9) else "sm_80")
         row = table()[operation][as_on][shape_class(m, n, aligned)]
         assert config is row or capability != (9, 0)
@@ -142,16 +123,15 @@ def test_a_configuration_that_does_not_fit_gives_way_to_a_smaller_one(monkeypatc
     assert given_with(needs["unaligned"] - 1, aligned=False) is ada["unaligned"]
 
 
-def test_a_card_into_which_nothing_fits_is_refused_by_name(monkeypatch: pytest.MonkeyPatch):
+def test_cards_that_are_too_small_too_old_or_not_known(monkeypatch: pytest.MonkeyPatch):
+    assert pick("matmul_fp8", (13, 0), 8192, 8192) == table()["matmul_fp8"]["sm_89"]["large"]  # the least memory
+    for operation, capability in (("matmul_fp8", (8, 0)), ("matmul_fp16", (7, 5))):
+        with pytest.raises(LookupError, match="{} has no configuration for sm_{}{}".format(operation, *capability)):
+            pick(operation, capability, 64, 64)
     monkeypatch.setitem(tuning.SHARED_MEMORY, (12, 0), 10_000)
-    with pytest.raises(
-        LookupError, match=r"matmul_block needs at least \d+ bytes .* sm_120 may have 10000: use fe\.backend"
-    ):
+    why = r"matmul_block needs at least \d+ bytes .* sm_120 may have 10000: use fe\.backend"
+    with pytest.raises(LookupError, match=why):
         pick("matmul_block", (12, 0), 8192, 8192)
-
-
-def test_a_card_that_is_not_known_has_the_least_shared_memory():
-    assert pick("matmul_fp8", (13, 0), 8192, 8192) == table()["matmul_fp8"]["sm_89"]["large"]
 
 
 @given(st.sampled_from(OPERATIONS), st.integers(1, 1 << 20), st.integers(1, 1 << 20), st.booleans())
@@ -168,36 +148,10 @@ def test_a_pick_is_the_tables_and_always_the_same(operation, m, n, aligned):
     assert picked is rows[wanted]
 
 
-@pytest.mark.parametrize(
-    ("m", "n", "columns"),
-    [
+def test_wide_tiles_are_taken_where_their_rounds_are_full():
+    for m, n, columns in (
         (8192, 4096, 256),  # 1,024 tiles of 128x256 in 8 rounds: 8 * 384 < 16 * 256
         (8576, 384, 128),  # 134 in 2 rounds, the second of 2: 2 * 384 > 2 * 256 of 201 tiles of 128x128
         (1024, 2048, 128),  # 64: too few
-    ],
-)
-def test_wide_tiles_are_taken_where_their_rounds_are_full(m, n, columns):
-    assert pick("matmul_fp8", (9, 0), m, n).block_n == columns
-
-
-@pytest.mark.parametrize(
-    ("operation", "capability", "arch"),
-    [
-        ("matmul_fp16", (8, 0), "sm_80"),
-        ("matmul_fp16", (8, 6), "sm_80"),
-        ("matmul_fp16", (8, 9), "sm_89"),
-        ("matmul_fp8", (8, 9), "sm_89"),
-        ("matmul_fp8", (9, 0), "sm_90"),
-        ("matmul_fp8", (10, 0), "sm_90"),  # as a number: "10" is older than "9" only as text
-        ("matmul_block", (12, 0), "sm_89"),  # newer, with Ada's shared memory and instructions
-    ],
-)
-def test_a_card_takes_the_newest_architecture_that_is_not_newer(operation, capability, arch):
-    row = table()[operation][arch]["large"]
-    assert pick(operation, capability, 4096, 4096) == row._replace(flatten=row.flatten and capability == (9, 0))
-
-
-@pytest.mark.parametrize(("operation", "capability"), [("matmul_fp8", (8, 0)), ("matmul_fp16", (7, 5))])
-def test_a_card_older_than_the_table_has_no_configuration(operation, capability):
-    with pytest.raises(LookupError, match=f"{operation} has no configuration for sm_{capability[0]}{capability[1]}"):
-        pick(operation, capability, 64, 64)
+    ):
+        assert pick("matmul_fp8", (9, 0), m, n).block_n == columns

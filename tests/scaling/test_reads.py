@@ -1,10 +1,7 @@
 """fp8engine/scaling/reads.py: what a cast is judged to do to a matmul's result, against the matmul itself in float64.
 
-Three comparisons, each for all six reads under all five options:
-
-    definition      where every row is sampled, the sums that reads.py defines, with the engine's real casts: 0.02 dB
-    real matmuls    tensors of which 16 to 64 rows are sampled: within what chance leaves, derived at `allowed`
-    the loss        costs against 1/2 T sum var dy^2, and against a loss that really changes
+The definition, where every row is sampled: the sums that reads.py defines, with the engine's real casts, 0.02 dB.
+Real matmuls, of which 16 to 64 rows are sampled.  Costs against 1/2 T sum var dy^2, and a loss that really changes.
 """
 
 import itertools
@@ -13,9 +10,7 @@ import math
 import numpy
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
-from matmul_truth import MOST_DB, defined, effective, error_of, multiplied, numbers, rows_db, squares
+from matmul_truth import defined, error_of, multiplied, rows_db, squares
 from planted import tried
 from torch.nn import functional as F
 
@@ -23,7 +18,7 @@ from fp8engine.numerics.formats import E4M3, E5M2, Format
 from fp8engine.numerics.recipe import ROLES
 from fp8engine.scaling import reads
 from fp8engine.scaling.choice import reading
-from fp8engine.scaling.reads import FLUSHED, LOW, NUMBERS, OPTIONS, READS, UNSURE, WIDEST, layout_of
+from fp8engine.scaling.reads import FLUSHED, LOW, OPTIONS, READS, UNSURE, WIDEST
 
 FORMATS = [E4M3, E5M2]
 EVERY = list(itertools.product(range(len(READS)), range(len(OPTIONS))))
@@ -36,9 +31,6 @@ def named(x: torch.Tensor, w: torch.Tensor, dy: torch.Tensor) -> dict[str, torch
 
 def normal(m: int, n: int, k: int, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
     return {role: x.to(dtype) for role, x in named(torch.randn(m, k), torch.randn(n, k), torch.randn(m, n)).items()}
-
-
-# The casts themselves
 
 
 def cast_by_torch(x: torch.Tensor, amax: torch.Tensor, format: Format) -> torch.Tensor:
@@ -59,20 +51,11 @@ def test_rounding_is_that_of_torchs_casts_to_the_last_bit(format: Format):
     for amax in (format.max, 1.0, 3.7, 1e-20):
         amax = torch.tensor(amax)
         y = x / format.max * amax
-        assert torch.equal(reads._errors(y, [amax], format)[0], cast_by_torch(y, amax, format)), float(amax)
+        amaxes = [amax, y.abs().amax(0).clamp(min=reads.TINY)]  # one, and one for each column
+        for each, found in zip(amaxes, reads._errors(y, amaxes, format), strict=True):
+            assert torch.equal(found, cast_by_torch(y, each, format)), float(amax)
     exact = reads._errors(x, [torch.tensor(format.max)], format)[0]
     assert torch.equal(exact, x - x.to(format.dtype).float())
-
-
-@given(st.lists(st.floats(-1, 1, width=32), min_size=1, max_size=20), st.sampled_from(FORMATS), st.floats(-60, 60))
-def test_any_values_round_as_torch_rounds_them(values: list[float], format: Format, size: float):
-    x = torch.tensor([values]) * 2.0**size
-    amaxes = [x.abs().amax().clamp(min=reads.TINY), torch.tensor(2.0**size), x.abs().amax(0).clamp(min=reads.TINY)]
-    for amax, found in zip(amaxes, reads._errors(x, amaxes, format), strict=True):
-        assert torch.equal(found, cast_by_torch(x, amax, format))
-
-
-# The definition, where all is sampled
 
 
 def troubled(m: int, n: int, k: int) -> dict[str, dict[str, torch.Tensor]]:
@@ -115,7 +98,8 @@ def agrees(tensors: dict[str, torch.Tensor], what: str = "") -> None:
             assert numpy.isnan(table[read, option, :3]).all(), where
             continue
         raised = float(rows[int(LOW * (len(rows) - 1))]) + 10 * math.log10(1 + UNSURE * math.sqrt(2 / sums))
-        assert whole == pytest.approx(numbers(signal, noise)[0], abs=0.02), where
+        exact = min(10 * math.log10(float(signal.sum()) / float(noise.sum())) if noise.any() else 100.0, 100.0)
+        assert whole == pytest.approx(exact, abs=0.02), where
         assert median == pytest.approx(float(rows[(len(rows) - 1) // 2]), abs=0.02), where
         assert low == pytest.approx(min(raised, median), abs=0.02), where
 
@@ -126,7 +110,10 @@ def test_of_any_shape_and_dtype_it_is_what_is_defined(shape: tuple[int, int, int
     agrees(normal(*shape, dtype))
 
 
-@pytest.mark.parametrize("name", list(troubled(1, 1, 1)))
+every_trouble = pytest.mark.parametrize("name", list(troubled(1, 1, 1)))
+
+
+@every_trouble
 def test_of_troubled_tensors_it_is_what_is_defined(name: str):
     agrees(troubled(60, 48, 200)[name], name)
 
@@ -144,58 +131,20 @@ def test_the_share_flushed_is_that_of_the_real_cast():
     assert table[0, 0, FLUSHED] > 0.2 > 0.01 > table[0, 1, FLUSHED]
 
 
-# Real matmuls, of which a few rows are sampled
-
-
-def bounds(
-    tensors: dict[str, torch.Tensor], read: int, real: tuple[torch.Tensor, torch.Tensor], n: float
-) -> list[tuple]:
-    """Between which dB the whole, the median and the low number of R sampled rows lie, three standard deviations.
-
-    real: signal and noise of all rows; n: their n'.  The row at share p of R has a share of all rows within
-    sqrt(p (1 - p) / R) of p.  The whole is a mean of noise over signal, weighted by signal: its spread is that of the
-    rows, divided by the root of how many of the sampled ones have the signal.  A row whose sum has n places (effective
-    ones) is off by 4.34 sqrt(2 / n) dB, by which a low row is too low, and UNSURE of which are added.  Along columns
-    the sum is over the sampled rows alone, so that n is theirs, and everything is off by two standard deviations more.
-    Rows of a real product have n' elements of signal and of noise, which spreads them by 4.34 sqrt(4 / n') and makes
-    low ones lower.
-    """
-    count = layout_of(tensors["weight"].shape, "input").rows
-    a, b = squares(tensors, read)
-    across = reading(*READS[read])
-    place = reads.strata(a.shape[1] if across else a.shape[0], count, a.device)
-    a, b, sampled = (a[:, place], b[:, place], real[0]) if across else (a, b, real[0][place])
-    inside = 4.34 * math.sqrt(2 / effective(a.sum(0) * b.sum(0)))
-    ratio, weight = real[1] / real[0].clamp(min=1e-300), real[0] / real[0].sum()
-    mean = (weight * ratio).sum()
-    spread = float((weight * (ratio - mean).square()).sum().sqrt() / mean)
-    rows, left = rows_db(*real), 0.1 + 2 * inside * across
-    found = [
-        -10 * math.log10(float(mean)) + sign * (left + 3 * 4.34 * spread / effective(sampled) ** 0.5)
-        for sign in (-1, 1)
-    ]
-    found = [tuple(found)]
-    for share, down, up in ((0.5, 0.0, 0.0), (LOW, inside, UNSURE * (inside + 4.34 * math.sqrt(4 / n)))):
-        away = 3 * math.sqrt(share * (1 - share) / min(count, len(rows)))
-        ends = [int(min(max(share + sign * away, 0), 1) * (len(rows) - 1)) for sign in (-1, 1)]
-        found.append((float(rows[ends[0]]) - left - down, float(rows[ends[1]]) + left + up))
-    return found
-
-
-@pytest.mark.parametrize("name", list(troubled(1, 1, 1)))
+@pytest.mark.parametrize("name", ["normal", "channel that the weight is deaf to", "rows of w over 12 decades"])
 def test_judged_is_what_the_matmul_shows(name: str):
-    """Where fewer than 16 of the other operand's rows have its energy, percentiles of the real result are those of
-    products that cancel by chance, alike under every option: compared with the definition instead."""
+    """Of 54 sampled rows: each row's SQNR in a real product of 300 elements is spread by 4.34 sqrt(4 / 300) = 0.5 dB,
+    and where a channel has most of the energy by more: 1 dB is allowed.
+
+    Along columns the sum is over those 54 alone, which shifts everything by 4.34 sqrt(2 / 54) = 0.84 dB: twice that.
+    """
     tensors = troubled(700, 260, 300)[name]
-    table, far = tried(*(tensors[role] for role in ROLES)).table, []
+    table = tried(*(tensors[role] for role in ROLES)).table
     for read, option in EVERY:
-        a, b = squares(tensors, read)
-        n = effective(b @ a.sum(0))
-        real, n = (multiplied(tensors, read, option), n) if n > 16 else (defined(tensors, read, option), math.inf)
-        for what, value, (low, high) in zip(NUMBERS, table[read, option], bounds(tensors, read, real, n), strict=False):
-            if not min(low, MOST_DB) <= value <= high:
-                far.append((READS[read], OPTIONS[option], what, low, value, high))
-    assert not far
+        signal, noise = multiplied(tensors, read, option)
+        real = 10 * math.log10(float(signal.sum() / noise.sum()))
+        off = 1 + 1.68 * reading(*READS[read])
+        assert table[read, option, 0] == pytest.approx(real, abs=off), (READS[read], OPTIONS[option])
 
 
 @pytest.mark.parametrize("m", [128, 700])
@@ -230,9 +179,6 @@ def test_a_harmless_outlier_channel_is_told_from_a_harmful_one():
     assert harmless.flushed(0, 0) == harmful.flushed(0, 0) > 0.1
 
 
-# What it costs the loss
-
-
 def brute_cost(tensors: dict[str, torch.Tensor], role: str, option: int) -> float:
     """1/2 T sum_t sum_j var(y_tj) dy_tj^2 in float64, with the engine's cast."""
     x, w, dy = (tensors[each].double() for each in ROLES)
@@ -241,7 +187,7 @@ def brute_cost(tensors: dict[str, torch.Tensor], role: str, option: int) -> floa
     return 0.5 * len(x) * float((var * dy.square()).sum())
 
 
-@pytest.mark.parametrize("name", list(troubled(1, 1, 1)))
+@every_trouble
 @pytest.mark.parametrize("role", ["input", "weight"])
 def test_the_cost_is_the_diagonal_of_the_empirical_fisher(role: str, name: str):
     """All rows sampled: FP32 sums, and roundings at the middle of two numbers (1 %)."""

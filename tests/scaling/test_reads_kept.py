@@ -29,9 +29,6 @@ from fp8engine.scaling.sample import NONFINITE, StepSamples, observe
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
-# Rows
-
-
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("m", [1, 5, 54, 127, 128, 129, 700])
 def test_what_is_kept_is_of_the_tensor(m: int, dtype: torch.dtype):
@@ -95,10 +92,8 @@ def test_of_a_layer_divided_over_ranks_its_own_part_is_judged(n: int, k: int):
     tensors = layer(200, n, k)
     found = sampled((96, 160), tensors, (200, n, k)).reads[1]
     parts = []
-    for role in ROLES:
-        layout = layout_of((96, 160), role)
-        columns, energies = (n, 0) if role == "grad_output" else (k, n if role == "weight" else 0)
-        layout = Layout(layout.rows, columns, energies)
+    for role, columns, energies in zip(ROLES, (k, k, n), (0, n, 0), strict=True):
+        layout = Layout(layout_of((96, 160), role).rows, columns, energies)
         flat = torch.zeros(layout.length)
         layout.write(tensors[role], flat)
         parts.append(layout.part(flat))
@@ -153,9 +148,6 @@ def test_one_bad_number_is_known_of_and_stays_in_its_layer(role: str, at: tuple[
         assert not Reads(found.reads[1].double().numpy()).seen(read)
 
 
-# What is remembered
-
-
 def remembered(db: float = 30.0, cost: float = math.nan, count: int = 1) -> Reads:
     table = numpy.full(SHAPE, db)
     table[..., COST] = cost
@@ -170,6 +162,10 @@ def test_noise_fades_with_each_sample_and_comes_at_once():
     assert values == pytest.approx([min(10 + FADES_DB * i, 30) for i in range(1, 9)])
     assert remembered(30.0).after(remembered(10.0), 0.5).value(0, 0) == 10.5  # of a group that remembers for longer
     assert remembered(5.0).after(seen).value(0, 0) == 5
+    words = ("the whole result", "the rows' median", "the rows' 10th percentile")
+    for place, word in enumerate(words):  # which of the three numbers is the least
+        seen.table[place, 1, place] = 12.0
+        assert (seen.value(place, 1), seen.which(place, 1)) == (12.0, word)
 
 
 def test_costs_are_averaged_over_the_latest_samples():
@@ -194,18 +190,6 @@ def test_what_a_sample_does_not_show_is_kept():
     assert found.value(0, 0) == 20.0 + FADES_DB
     assert (found.value(4, 0), found.cost(0, 0)) == (30.0, 1e-3)
     assert remembered().after(None).count == 1
-
-
-def test_which_of_the_three_numbers_is_the_least_is_said():
-    table = numpy.full(SHAPE, 30.0)
-    for place, word in enumerate(("the whole result", "the rows' median", "the rows' 10th percentile")):
-        table[place, 1, place] = 12.0
-        found = Reads(table)
-        assert (found.value(place, 1), found.which(place, 1)) == (12.0, word)
-        assert found.value(place, 0) == 30.0
-
-
-# The host
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -1,6 +1,6 @@
 """Steps of delayed scaling where compiled graphs and eager code take turns: the tables are those of eager code."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -14,11 +14,7 @@ RECIPE = fe.delayed(history=5)
 WIDTH = 16
 
 
-@pytest.fixture(autouse=True)
-def fresh() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("fresh")
 
 
 class Twice(nn.Module):

@@ -11,7 +11,7 @@ from fractions import Fraction
 import numpy as np
 import pytest
 import torch
-from casts import E4M3, bits, every_value
+from casts import E4M3, bits
 from torch.nn.functional import pad
 from torchao.prototype.mx_formats.config import ScaleCalculationMode
 from torchao.prototype.mx_formats.mx_tensor import to_mx
@@ -57,23 +57,8 @@ def test_codes_and_scales_are_torchaos_at_every_magnitude_and_in_a_short_last_bl
         np.testing.assert_array_equal(found, wanted)
 
 
-def test_of_every_largest_value_in_bf16_the_scale_is_torchaos_and_the_least_that_saturates_nothing():
-    amax = every_value(torch.bfloat16)[:0x7F80]  # zero, subnormals, all up to the largest
-    part = torch.randint(-256, 257, (len(amax), BLOCK)).float() / 256
-    part[:, 3] = 1.0
-    x = (amax[:, None].float() * part).bfloat16()
-    (codes, scale), (codes_ao, scale_ao) = ours(x), theirs(x)
-    np.testing.assert_array_equal(scale[1:, 0], [least_power(float(a)) for a in amax[1:]])
-    assert torch.equal(scale[1:], scale_ao[1:])
-    assert (scale[0], scale_ao[0]) == (1.0, LEAST), "of a block of zeros: the same values"
-    small = (scale == LEAST).flatten().numpy()
-    np.testing.assert_array_equal(codes[~small], codes_ao[~small])
-    kept = decode(torch.from_numpy(codes[small]).view(E4M3), torch.float32) * LEAST
-    assert (kept - x[small].float()).abs().max() <= 16 * LEAST, "half a step of 32, at 448, times the scale"
-    assert not (codes_ao[small] & 0x7F).any(), "torchao makes zeros of them"
-
-
 def test_of_numbers_an_ulp_around_448_times_a_power_of_two_the_scale_is_exact():
+    """And of blocks of the least scale, or of zeros, codes keep the values, which torchao's lose or have as 2^-127."""
     edge = 448 * torch.exp2(torch.arange(-126, 120).float())
     below, above = (torch.nextafter(edge, torch.full_like(edge, way)) for way in (0.0, math.inf))
     x = torch.cat([below, edge, above])[:, None] * torch.linspace(-1, 1, BLOCK)
@@ -82,6 +67,12 @@ def test_of_numbers_an_ulp_around_448_times_a_power_of_two_the_scale_is_exact():
     other = (scale != scale_ao).flatten()
     assert (x[other].abs().amax(1) > 448 * scale_ao[other, 0]).all(), "they part where torchao saturates"
     np.testing.assert_array_equal(codes[~other.numpy()], theirs(x)[0][~other.numpy()])
+    x = torch.tensor([2.0**-120, 0.0])[:, None] * torch.linspace(-1, 1, BLOCK)
+    (codes, scale), (codes_ao, scale_ao) = ours(x), theirs(x)
+    assert (scale[:, 0].tolist(), scale_ao[:, 0].tolist()) == ([LEAST, 1.0], [LEAST, LEAST])
+    kept = decode(torch.from_numpy(codes[:1]).view(E4M3), torch.float32) * LEAST
+    assert (kept - x[:1]).abs().max() <= 16 * LEAST, "half a step of 32, at 448, times the scale"
+    assert not (codes_ao[0] & 0x7F).any(), "torchao makes zeros of them"
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf], ids=str)

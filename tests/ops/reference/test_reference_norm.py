@@ -10,11 +10,10 @@ import itertools
 
 import pytest
 import torch
-from casts import E4M3, ROUNDING, assert_same, assert_within, fp8, plain
+from casts import E4M3, ROUNDING, assert_same, assert_within, cast_of, fp8, plain
 
 from fp8engine.errors import UnknownName
 from fp8engine.ops.reference import Norm, Store, norm_quantize, norm_quantize_backward
-from tests.helpers.casts import cast_of
 
 SHAPES = [(1, 1), (1, 7), (13, 2), (5, 131), (130, 257)]
 KINDS = ["rms", "layer"]
@@ -34,38 +33,31 @@ def sample(m: int, k: int, dtype: torch.dtype) -> torch.Tensor:
     return ((torch.randn(m, k) + 0.5) * torch.exp2(torch.randint(-12, 8, (m, 1)))).to(dtype)
 
 
-def reach(x_MK: torch.Tensor, norm: Norm) -> torch.Tensor:
-    """X of the module's docstring, float64 [M, 1]."""
-    centred = x_MK - x_MK.mean(1, keepdim=True) if norm.kind == "layer" else x_MK
-    return x_MK.abs().amax(1, keepdim=True) / (centred.square().mean(1, keepdim=True) + norm.eps).sqrt()
-
-
-CASES = list(itertools.product(KINDS, (False, True), (1e-5, 1e-2)))
-
-
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize(("kind", "zero_centered", "eps"), CASES)
+@pytest.mark.parametrize(("kind", "zero_centered", "eps"), list(itertools.product(KINDS, (False, True), (1e-5, 1e-2))))
 def test_forward_and_backward_against_float64_autograd(kind, zero_centered, eps, shape):
-    norm, (m, k) = Norm(kind, eps, zero_centered), shape
+    norm, (m, k), u = Norm(kind, eps, zero_centered), shape, 2.0**-24
     for dtype, weight_dtype, affine in itertools.product(ROUNDING, (torch.float32, torch.bfloat16), (True, False)):
         x_MK, dy_MK = sample(m, k, dtype), torch.randn(m, k).to(dtype)
-        weight_K = torch.randn(k).to(weight_dtype) if affine else None
-        bias_K = torch.randn(k).to(weight_dtype) if affine else None
-        # Without a weight or bias: leaves that nothing depends on, whose gradients are left out below.
-        x_leaf, w_leaf = x_MK.double().requires_grad_(), torch.ones(k).double().requires_grad_()
-        if weight_K is not None:
-            w_leaf = weight_K.double().requires_grad_()
-        b = torch.zeros(k) if bias_K is None else bias_K.double()
-        wanted = exact(x_leaf, w_leaf if affine else None, None if bias_K is None else b, norm)
+        weight_K, bias_K = (torch.randn(k).to(weight_dtype) if affine else None for _ in "wb")
+        # Without a weight: a leaf that nothing depends on, whose gradient is left out below.
+        x_leaf, w_leaf = (
+            each.double().requires_grad_() for each in (x_MK, torch.ones(k) if weight_K is None else weight_K)
+        )
+        b = torch.zeros(k).double() if bias_K is None else bias_K.double()
+        wanted = exact(x_leaf, w_leaf if affine else None, b if affine else None, norm)
         dx_MK, dweight_K = torch.autograd.grad(wanted, [x_leaf, w_leaf], dy_MK.double(), allow_unused=True)
 
         y_MK, q, q_t, rows = norm_quantize(x_MK, weight_K, bias_K, norm)
-        assert (q, q_t) == (None, None)
-        assert plain(y_MK).dtype == dtype
-        u, x, dy = 2.0**-24, x_MK.double(), dy_MK.double()
+        assert (q, q_t, plain(y_MK).dtype) == (None, None, dtype)
+        x, dy = x_MK.double(), dy_MK.double()
         w = w_leaf.detach() + (zero_centered and affine)
-        top_M1 = reach(x, norm)
+        mean_M1 = x.mean(1, keepdim=True) if kind == "layer" else torch.zeros(m, 1)
+        r = ((x - mean_M1).square().mean(1, keepdim=True) + eps).rsqrt()
+        top_M1 = x.abs().amax(1, keepdim=True) * r
         assert_within(plain(y_MK), wanted.detach(), (2 * k + 16) * u * (top_M1 * w.abs() + b.abs()), "y")
+        assert_within(rows.rstd_M, r[:, 0], (k + 4) * u * r[:, 0] * (1 + top_M1[:, 0]), "r")
+        assert (rows.mean_M is None) == (kind == "rms")
 
         found = norm_quantize_backward(dy_MK, x_MK, weight_K, rows, norm)
         assert plain(found.dx_MK).dtype == dtype
@@ -82,37 +74,19 @@ def test_forward_and_backward_against_float64_autograd(kind, zero_centered, eps,
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_row_statistics(kind):
-    x_MK, norm = sample(37, 131, torch.bfloat16), Norm(kind, 1e-3)
-    rows = norm_quantize(x_MK, None, None, norm)[3]
-    x = x_MK.double()
-    mean = x.mean(1) if kind == "layer" else torch.zeros(37)
-    torch.testing.assert_close(
-        rows.rstd_M.double(), ((x - mean[:, None]).square().mean(1) + 1e-3).rsqrt(), rtol=131 * 2**-24, atol=0
-    )
-    assert (rows.mean_M is None) == (kind == "rms")
-    if rows.mean_M is not None:
-        assert ((rows.mean_M.double() - mean).abs() <= 131 * 2**-24 * x.abs().mean(1)).all()
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_result_is_rounded_once(kind):
+def test_a_result_is_rounded_once_and_what_is_not_finite_stays_visible(kind):
     for dtype, (m, k) in itertools.product(ROUNDING, SHAPES):
         x_MK, weight_K, bias_K = sample(m, k, dtype), torch.randn(k).to(dtype), torch.randn(k).to(dtype)
         wide_MK, _, _, rows = norm_quantize(x_MK.float(), weight_K, bias_K, Norm(kind))
         y_MK, _, _, same = norm_quantize(x_MK, weight_K, bias_K, Norm(kind))
         assert torch.equal(y_MK, wide_MK.to(dtype))
         assert_same(same.rstd_M, rows.rstd_M)
-
-
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-@pytest.mark.parametrize("kind", KINDS)
-def test_what_is_not_finite_stays_visible(kind, bad):
-    x_MK = sample(5, 12, torch.bfloat16)
-    x_MK[2, 3] = bad
-    y = fp8(norm_quantize(x_MK, None, None, Norm(kind), Store(cast_of(E4M3, -1, -1)))[1]).data.float()
-    assert y[2, 3].isnan()
-    assert y[[0, 1, 3, 4]].isfinite().all()
+    for bad in (float("nan"), float("inf")):
+        x_MK = sample(5, 12, torch.bfloat16)
+        x_MK[2, 3] = bad
+        y = fp8(norm_quantize(x_MK, None, None, Norm(kind), Store(cast_of(E4M3, -1, -1)))[1]).data.float()
+        assert y[2, 3].isnan()
+        assert y[[0, 1, 3, 4]].isfinite().all()
 
 
 def test_an_unknown_norm_is_answered_with_the_nearest():

@@ -10,24 +10,20 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from casts import E4M3, E5M2, FP8, MAX, assert_same, bits
+from casts import E4M3, E5M2, FP8, MAX, cast_of
+from contracts import counted, in_bytes, slot_of
 
-from fp8engine.ops.reference import Slot, quantize
-from fp8engine.ops.reference.operand import COUNTERS
+from fp8engine.ops.reference import quantize
 from fp8engine.ops.reference.quantize import _quantize_groups, note
-from tests.helpers.casts import cast_of
 
-GROUPS = {"tensor": (-1, -1), "row": (1, -1), "column": (-1, 1), "1x128": (1, 128)}
+CASTS = {
+    "tensor": cast_of(E5M2),
+    "tensor, predicted": cast_of(E5M2, delayed=True),
+    "row": cast_of(E5M2, 1, -1),
+    "column": cast_of(E5M2, -1, 1),
+    "1x128": cast_of(E5M2, 1, 128),
+}
 ROUTES = {"host": quantize, "card": _quantize_groups}
-
-
-def new_slot(s: float = 0.0, record: bool = True, count: bool = True) -> Slot:
-    live_2S = torch.tensor([[-1.0] * 3, [0.0, s, 0.0]])
-    return Slot(live_2S, torch.zeros(len(COUNTERS), 3, dtype=torch.int64), 1, record, count)
-
-
-def counted(slot: Slot, name: str) -> int:
-    return int(slot.counts_CS[COUNTERS.index(name), 1])
 
 
 def ulp(dtype: torch.dtype) -> float:
@@ -36,10 +32,10 @@ def ulp(dtype: torch.dtype) -> float:
 
 def recast(route, amax: float, s: float, dtype: torch.dtype) -> bool:
     """Whether the prediction s was replaced; counters, codes and scale have to say the same."""
-    slot, x_MK = new_slot(s), torch.tensor([[amax, -1.0]])
+    slot, x_MK = slot_of(s), torch.tensor([[amax, -1.0]])
     q_MK, scale = route(x_MK, cast_of(dtype, -1, -1, delayed=True), slot)
-    replaced = bool(counted(slot, "recasts"))
-    assert counted(slot, "saturated") == replaced
+    replaced = bool(counted(slot)["recasts"])
+    assert counted(slot)["saturated"] == replaced
     used = np.float32(MAX[dtype]) / np.float32(amax) if replaced else np.float32(s)
     assert scale == float(np.float32(1) / used)
     assert q_MK[0, 0].float() == MAX[dtype]
@@ -55,20 +51,12 @@ def test_products_that_fp32_holds(route, ulps, replaced):
         assert recast(ROUTES[route], 16.0, s, dtype) == replaced
 
 
-@pytest.mark.parametrize("route", ROUTES)
-@pytest.mark.parametrize(("add", "replaced"), [(-1, False), (0, False), (1, True)])
-def test_products_beside_and_on_the_tie(route, add, replaced):
-    # The middle is 14,680,064 + 4.5 ulps of 2^-15: twice that is 29,360,137 = 67 * 438,211, two FP32 numbers.
-    s = 438_211 * 2.0**-16
-    s += add * float(np.spacing(np.float32(s)))
-    assert recast(ROUTES[route], 67.0, s, E4M3) == replaced
-
-
 @pytest.mark.parametrize("dtype", FP8)
 def test_both_routes_compare_as_fp32_does(dtype):
+    """Beside the middle and, of 67 times 438,211 * 2^-16, on it: 14,680,064 + 4.5 ulps of 2^-15."""
     generator = np.random.default_rng(0)
     limit, seen = np.float32(MAX[dtype] * (1 + 2.0**-22)), []
-    for amax in generator.uniform(1, 2, 150).astype(np.float32):
+    for amax in [np.float32(67), *generator.uniform(1, 2, 150).astype(np.float32)]:
         nearest = np.float32((MAX[dtype] + 4.5 * ulp(dtype)) / np.float64(amax))
         for s in (np.nextafter(nearest, np.float32(0)), nearest, np.nextafter(nearest, np.float32(1e9))):
             wanted = bool(amax * s > limit)
@@ -78,33 +66,18 @@ def test_both_routes_compare_as_fp32_does(dtype):
     assert {(False, False), (False, True), (True, True)} <= set(seen), "the cases that tell FP32 from FP64 are there"
 
 
-@pytest.mark.parametrize("delayed", [False, True])
-@pytest.mark.parametrize("group", GROUPS)
+@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize("how", CASTS)
 @pytest.mark.parametrize(("record", "count"), [(True, False), (False, True), (False, False)])
-def test_a_slot_is_written_only_as_far_as_it_says(group, delayed, record, count):
-    if delayed and group != "tensor":
-        return  # a prediction is one number
-    how, x_MK = cast_of(E5M2, *GROUPS[group], delayed=delayed), torch.randn(33, 200)
-    for route in [_quantize_groups, quantize]:
-        start, ours, full = new_slot(30000.0, record, count), new_slot(30000.0, record, count), new_slot(30000.0)
-        found, wanted = route(x_MK, how, ours), route(x_MK, how, full)
-        assert_same(bits(found[0]), bits(wanted[0]))
-        assert_same(found[1], wanted[1])
-        assert torch.equal(ours.live_2S, full.live_2S if record else start.live_2S)
-        assert torch.equal(ours.counts_CS, full.counts_CS if count else start.counts_CS)
-        assert full.live_2S[0, 1] == x_MK.abs().max()
-        assert counted(full, "calls") == 1
-
-
-@pytest.mark.parametrize("group", GROUPS)
-def test_what_is_recorded_without_being_counted_is_finite(group):
-    x_MK = torch.ones(3, 200)
-    x_MK[1, 2] = float("inf")
-    for route in ROUTES.values():
-        slot = new_slot(record=True, count=False)
-        route(x_MK, cast_of(E4M3, *GROUPS[group]), slot)
-        assert slot.live_2S[:, 1].tolist() == [-1.0, 0.0]
-        assert not slot.counts_CS.any()
+def test_a_slot_is_written_only_as_far_as_it_says(how, route, record, count):
+    x_MK = torch.randn(33, 200)
+    start, ours, full = slot_of(30000.0, record, count), slot_of(30000.0, record, count), slot_of(30000.0)
+    found, wanted = (ROUTES[route](x_MK, CASTS[how], slot) for slot in (ours, full))
+    assert in_bytes(found) == in_bytes(wanted)
+    assert torch.equal(ours.live_2S, full.live_2S if record else start.live_2S)
+    assert torch.equal(ours.counts_CS, full.counts_CS if count else start.counts_CS)
+    assert full.live_2S[0, 1] == x_MK.abs().max()
+    assert counted(full)["calls"] == 1
 
 
 class OnCard(torch.Tensor):
@@ -118,10 +91,10 @@ class OnCard(torch.Tensor):
 @pytest.mark.parametrize("bad", [0, 2])
 @pytest.mark.parametrize(("record", "count"), [(True, True), (True, False), (False, True)])
 def test_a_card_s_tables(record, count, bad):
-    # Reached without a card by what writes the tables alone; that the rest runs there is for `make gpu` to show.
+    """Reached without a card by what writes the tables alone; that the rest runs there is for `make gpu` to show."""
     x_MK = torch.tensor([[3.0, -5.0, 1e-9, 0.0, 0.0]])
     x_MK[0, 3 : 3 + bad] = float("nan")
-    q_MK, slot, s = x_MK.to(E4M3), new_slot(0.0, record, count), torch.tensor([[1.0]])
+    q_MK, slot, s = x_MK.to(E4M3), slot_of(0.0, record, count), torch.tensor([[1.0]])
     note(x_MK.as_subclass(OnCard), q_MK, slot, cast_of(E4M3, -1, -1), (False, None, torch.tensor([[5.0]]), s))
     assert slot.live_2S[:, 1].tolist() == ([5.0, 1.0] if record and not bad else [-1.0, 0.0])
     assert slot.counts_CS[:, 1].tolist() == ([1, 5, 5, 0, 1, bad, 0] if count else [0] * 7)
