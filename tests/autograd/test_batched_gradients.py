@@ -113,6 +113,13 @@ def test_so_do_a_norm_and_an_activation_that_can_write_codes(way: Callable):
             way(model[:2], batch())
 
 
+@pytest.mark.parametrize("way", WAYS)
+def test_so_does_attention_in_fp8_between_layers_in_16_bits(way: Callable):
+    layer = Rows(fe.Attention(WIDTH, fe.Heads(1, width=64, causal=True, softmax="fp8"), recipe="fp32"))
+    with pytest.raises(fe.errors.GradientError, match=r"^attention in FP8 does not take several .*softmax='16 bits'"):
+        way(layer, batch())
+
+
 @pytest.mark.parametrize("recipe", ["fp32", "bf16"])
 @pytest.mark.parametrize("way", WAYS)
 def test_layers_in_16_bits_take_them(way: Callable, recipe: str):
