@@ -12,6 +12,8 @@ import contextlib
 import torch
 from torch.autograd.function import once_differentiable
 
+from fp8engine.autograd.refusals import BATCH, batched
+from fp8engine.errors import GradientError
 from fp8engine.ops import attention
 from fp8engine.ops.backends import asked, inherited
 from fp8engine.ops.reference.attention import Form
@@ -42,6 +44,11 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, do: torch.Tensor):
+        if not torch.compiler.is_compiling() and batched(do):
+            raise GradientError(
+                f"attention in FP8 does not take {BATCH}: fe.Heads(..., softmax='16 bits'), or fe.convert without "
+                "attention=, leaves it in 16 bits"
+            )
         with contextlib.nullcontext() if ctx.asked is None else inherited(ctx.asked):
             q, k, v = ctx.saved_tensors
             found = attention.attention_backward(do.to(q.dtype).transpose(1, 2), q, k, v, ctx.form)

@@ -19,7 +19,7 @@ import torch
 from fp8engine.autograd.linear import in_shape_of
 from fp8engine.autograd.numerics import Numerics
 from fp8engine.autograd.operands import matrix
-from fp8engine.autograd.refusals import no_transform
+from fp8engine.autograd.refusals import batched, not_one_gradient
 from fp8engine.ops import casts, matmul
 from fp8engine.ops.reference import Operand, column_sums
 
@@ -72,8 +72,8 @@ class _Frozen(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dy):
         numerics, (shape, dtype) = ctx.numerics, ctx.x_like
-        if not ctx.compiling and torch.is_grad_enabled():
-            raise no_transform(numerics.name, "create_graph=True: its gradient has no gradient of its own")
+        if not ctx.compiling and (torch.is_grad_enabled() or batched(dy)):
+            raise not_one_gradient(numerics.name)
         dy_MN, dx, db_N = matrix(dy), None, None
         if ctx.needs_input_grad[0]:
             dx = _input_gradient(dy_MN, Operand(*ctx.saved_tensors, *ctx.groups), numerics, dtype).view(shape)

@@ -119,7 +119,7 @@ class _GroupedLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dy_TN):
         data, scale, weight_ENK = ctx.saved_tensors  # read once: checkpoints unpack nothing a second time
-        call, use = ctx.call, resumed(ctx.call.use)
+        call, use = ctx.call, resumed(ctx.call.use, dy_TN)
         if use is not call.use:  # never so in a graph, which allows no such write
             call.use = use
         with running_on(use.where.asked):

@@ -40,6 +40,7 @@ from fp8engine.autograd.operands import (
 )
 from fp8engine.autograd.products import product
 from fp8engine.autograd.ready import suited, take, take_gradient
+from fp8engine.autograd.refusals import batched
 from fp8engine.errors import ShapeError, UnsupportedDtype
 from fp8engine.numerics.formats import FLOATS
 from fp8engine.ops import device, matmul
@@ -199,7 +200,7 @@ class _Linear(torch.autograd.Function):
         # Read once: checkpoints unpack nothing a second time.
         kept, scale, weight_NK, *weight_KN = ctx.saved_tensors
         weight_KN, remade = weight_KN[:2], weight_KN[2:]
-        use, forms, copies, (shape, dtype) = resumed(ctx.use), ctx.forms, {}, ctx.x_like
+        use, forms, copies, (shape, dtype) = resumed(ctx.use, dy), ctx.forms, {}, ctx.x_like
         if not use.where.compiling:
             # Taken out: a loss that the user keeps alive keeps this node alive, and with it these operands.
             copies, ctx.copies = ctx.copies, {}
@@ -267,6 +268,8 @@ def _observed(y: torch.Tensor, x, weight_NK: torch.Tensor, numerics: Numerics, r
 
 
 def _observed_gradient(dy: torch.Tensor, numerics: Numerics) -> None:
+    if batched(dy):  # columns of a Jacobian: no training step, and nothing whose values can be described
+        return
     numerics.state.backward_seen = True
     numerics.observe("grad_output", matrix(dy))
 

@@ -17,6 +17,7 @@ from fp8engine.autograd.weight import KeptWeight
 from fp8engine.errors import ConversionError
 from fp8engine.numerics.recipe import Recipe
 from fp8engine.ops.card_trials import kind_of
+from fp8engine.ops.flops import count_flops
 from fp8engine.ops.library import in_backward
 from fp8engine.ops.reference import Slot
 from fp8engine.scaling.columns import Column
@@ -57,6 +58,7 @@ class Numerics:
     columns: tuple[Column, ...] = ()
 
     def __post_init__(self):
+        count_flops()
         self.columns = self.columns or self.state.columns_of(self.layer)
         recipe = self.recipe
         self.kind = kind_of(*recipe.forward) if recipe.input.is_fp8 else None

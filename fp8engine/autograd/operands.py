@@ -17,10 +17,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fp8engine._torch import dispatch_modes, forward_ad, graph_task, tracing, transforms_active
+from fp8engine._torch import batched_by_autograd, dispatch_modes, forward_ad, graph_task, tracing, transforms_active
 from fp8engine.autograd import gathered
 from fp8engine.autograd.numerics import Numerics
-from fp8engine.autograd.refusals import check_caller, check_classes, check_graph, no_transform
+from fp8engine.autograd.refusals import check_caller, check_classes, check_graph, not_one_gradient
 from fp8engine.numerics.cast import Cast
 from fp8engine.numerics.recipe import ROLES, Recipe
 from fp8engine.ops import casts, library, matmul, twins
@@ -136,10 +136,10 @@ def use_of(numerics: Numerics, x: torch.Tensor, weight: torch.Tensor, bias_N, co
     return Use(numerics, recipe, where, state.slots, first, *needs, record, count, real, sampled, bias_dtype)
 
 
-def resumed(use: Use) -> Use:
-    """The use of a call whose backward begins: where that runs, on the tables as they are now.
+def resumed(use: Use, dy: torch.Tensor) -> Use:
+    """The use of a call whose backward begins with dy: where that runs, on the tables as they are now.
 
-    Raises GradientError where the gradient is to have a gradient.
+    Raises GradientError where the gradient is to have a gradient, and for a batch of gradients.
     """
     numerics = use.numerics
     if torch.compiler.is_compiling():
@@ -147,8 +147,8 @@ def resumed(use: Use) -> Use:
             return use
         where = GRAPH_ON_CARD if use.where.on_codes else GRAPH  # compiled autograd: of a forward in eager code
         return use._replace(where=where, slots=GraphSlots(numerics.columns), first=0)
-    if torch.is_grad_enabled():
-        raise no_transform(numerics.name, "create_graph=True: its gradient has no gradient of its own")
+    if torch.is_grad_enabled() or batched_by_autograd(dy) or transforms_active():
+        raise not_one_gradient(numerics.name)
     numerics.state.backward_seen = True
     numerics.weight.after_backward()
     if asked() not in (None, use.where.asked):

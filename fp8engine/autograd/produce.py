@@ -28,7 +28,7 @@ from fp8engine._torch import made_in_graph
 from fp8engine.autograd.linear import in_shape_of
 from fp8engine.autograd.numerics import Numerics
 from fp8engine.autograd.operands import graphs_run_on, matrix
-from fp8engine.autograd.refusals import check_once_differentiated
+from fp8engine.autograd.refusals import check_gradient
 from fp8engine.errors import UnknownName
 from fp8engine.numerics.cast import Cast
 from fp8engine.ops import casts, norm_act
@@ -282,7 +282,7 @@ class _Norm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dy):
-        check_once_differentiated("a norm")
+        check_gradient("a norm", dy)
         data, scale, gamma_K, rstd_M, mean_M = ctx.saved_tensors
         dy_MK, rows = matrix(dy), RowStatistics(rstd_M, mean_M)
         found = norm_act.norm_quantize_backward(dy_MK, kept(data, scale, ctx.dtype), gamma_K, rows, ctx.which)
@@ -304,7 +304,7 @@ class _Activation(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dy):
-        check_once_differentiated("an activation")
+        check_gradient("an activation", dy)
         data, scale, up, scale_up = ctx.saved_tensors
         up_MN = None if up is None else kept(up, scale_up, ctx.dtype)
         to = codes_of_gradient(ctx.back, dy)

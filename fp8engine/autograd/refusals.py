@@ -4,6 +4,7 @@
     an input that is a DTensor         parallelize_module
     forward-mode AD                    torch.autograd.forward_ad, torch.func.jvp, jacfwd, hessian
     torch.func's other transforms      grad, vjp, vmap, jacrev
+    a batch of gradients               vmap of a backward pass, autograd.grad(is_grads_batched=True)
     compiled autograd                  of a forward that is compiled too; of one in eager code it works
     torch.jit.trace                    and torch.onnx.export(dynamo=False), which calls it
 
@@ -22,6 +23,7 @@ from fp8engine.ops.tensor import Float8Tensor
 
 INPUTS = (*PLAIN, Float8Tensor)
 WEIGHTS = (*PLAIN, GatheredWeight)
+BATCH = "several gradients at once (vmap of a backward pass, is_grads_batched=True, jacobian(vectorize=True))"
 
 
 def check_classes(x: torch.Tensor, weight_NK: torch.Tensor, name: str) -> None:
@@ -70,14 +72,30 @@ def no_transform(name: str, what: str) -> GradientError:
     return GradientError(f"{name}: an FP8 layer does not take {what}: {_in_16_bits(name)}")
 
 
-def check_once_differentiated(what: str) -> None:
-    """Raise GradientError in a backward pass whose gradients are to have gradients.  what: a norm or an activation."""
-    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-        raise GradientError(
-            f"the gradient of {what} that can write FP8 codes has no gradient of its own (create_graph=True), whether "
-            "the layer that reads it is in FP8 or not: fe.convert(..., fuse=False) leaves a model's own norms, "
-            "activations and MLPs as they are"
-        )
+def not_one_gradient(name: str) -> GradientError:
+    """The error that a layer's backward gives one gradient, which has none of its own."""
+    if torch.is_grad_enabled():
+        return no_transform(name, "create_graph=True: its gradient has no gradient of its own")
+    return no_transform(name, BATCH)
+
+
+def batched(dy: torch.Tensor) -> bool:
+    """Whether a backward pass is given several gradients at once."""
+    return _torch.batched_by_autograd(dy) or _torch.transforms_active()
+
+
+def check_gradient(what: str, dy: torch.Tensor) -> None:
+    """Raise GradientError in a backward pass whose gradients are to have gradients, or that is given several at once.
+
+    what: a norm or an activation.
+    """
+    if torch.compiler.is_compiling() or not (torch.is_grad_enabled() or batched(dy)):
+        return
+    why = "has no gradient of its own (create_graph=True)" if torch.is_grad_enabled() else f"does not take {BATCH}"
+    raise GradientError(
+        f"the gradient of {what} that can write FP8 codes {why}, whether the layer that reads it is in FP8 or not: "
+        "fe.convert(..., fuse=False) leaves a model's own norms, activations and MLPs as they are"
+    )
 
 
 def no_script(name: str, what: str) -> ScriptError:

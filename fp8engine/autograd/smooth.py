@@ -97,7 +97,7 @@ class _Smoothed(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dy):
         data, scale, weight_NK, s_K, *codes = ctx.saved_tensors  # read once, as in _Linear
-        use, copies, (shape, dtype) = resumed(ctx.use), {}, ctx.x_like
+        use, copies, (shape, dtype) = resumed(ctx.use, dy), {}, ctx.x_like
         if not use.where.compiling:
             copies, ctx.copies = ctx.copies, {}  # taken out, as in _Linear
         kept = data if ctx.groups is None else Operand(data, scale, *ctx.groups)
