@@ -269,6 +269,8 @@ def _obstacle(module: nn.Module) -> str | None:
         if flat_experts(module):
             return f"{kind.__name__} keeps its experts one after the other in a 2-D parameter"
         return f"{kind.__module__}.{kind.__name__} is not an nn.Linear (quantised by another library?)"
+    if isinstance(module, nn.LazyLinear):
+        return "its weight is made by its first forward: run the model once before fe.convert"
     if not is_plain_linear(kind):
         return f"{kind.__name__} is a subclass of nn.Linear with code of its own"
     if "weight" not in module._parameters:
