@@ -217,9 +217,10 @@ def _repeated(model: nn.Module) -> set[int]:
     found = set()
     for stack in model.modules():
         if isinstance(stack, nn.ModuleList | nn.Sequential):
-            count = Counter(map(type, stack))
-            only_child = isinstance(stack, nn.ModuleList) and len(stack) == 1
-            blocks = (child for child in stack if only_child or count[type(child)] > 1)
+            children = [child for child in stack if child is not None]  # Informer's last block has no convolution
+            count = Counter(map(type, children))
+            only_child = isinstance(stack, nn.ModuleList) and len(children) == 1
+            blocks = (child for child in children if only_child or count[type(child)] > 1)
             found |= {id(module) for block in blocks for module in block.modules() if module is not block}
     return found
 
