@@ -90,7 +90,8 @@ def _matrices(module: nn.Module) -> dict[str, tuple[int, ...]]:
         return {"weight": (weight_of(module).shape[1], weight_of(module).shape[0])}
     if _has_router_weight(module):
         return {"weight": tuple(weight_of(module).shape)}
-    if "Linear" in type(module).__name__ and isinstance(weight := getattr(module, "weight", None), torch.Tensor):
+    weight = getattr(module, "weight", None) if "Linear" in type(module).__name__ else None
+    if isinstance(weight, torch.Tensor) and weight.dim() > 1:  # not KimiLinearRMSNorm's
         inner = (isinstance(child, nn.Linear | Float8Module) or is_conv1d(child) for child in module.children())
         return {} if any(inner) else {"weight": tuple(weight.shape)}  # an adapter's shell is not one
     if isinstance(module, nn.MultiheadAttention):

@@ -94,3 +94,17 @@ def test_a_tower_that_no_batch_has_called_has_no_share_of_the_flops():
     assert fe.inspect(model).totals["fp8_flops_share"] == pytest.approx(
         (8 * text + 4 * tower) / (8 * text + 4 * tower + 4 * read)
     )
+
+
+class KimiLinearRMSNorm(nn.RMSNorm):
+    """As transformers names the norms of Kimi-Linear."""
+
+
+def test_a_norm_of_a_family_with_linear_in_its_name_is_no_linear_layer():
+    model = nn.Sequential(KimiLinearRMSNorm(16), nn.Linear(16, 16), nn.GELU(), nn.Linear(16, 16))
+    converted(model, "current")
+    model(torch.randn(4, 16))
+    report = fe.inspect(model)
+    assert [row["name"] for row in report.layers] == ["1", "3"]
+    assert report.totals["left_alone"] == 0
+    assert report.totals["fp8_flops_share"] == 1
