@@ -1,6 +1,7 @@
 """Exports of models whose class has rules for merged weights, though the model has no such weights."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -8,7 +9,13 @@ import transformers as hf
 
 from fp8engine.export import hf as ours
 
-SIZE = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 8, "patch_size": 4}
+SIZE: dict[str, Any] = {
+    "hidden_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 8,
+    "patch_size": 4,
+}
 
 
 def test_a_dinov2_without_swiglu_is_exported_with_a_note_that_transformers_refuses_it(tmp_path: Path):
