@@ -143,12 +143,14 @@ def check(
             f"{name}: weight is {weight_NK.dtype}; FP8 casts take float32, bfloat16 or float16: cast it, or, where "
             "another library has quantised it, let that come before fe.convert, which then leaves the layer as it is"
         )
-    read = x.shape[-1] if columns is None and x.dim() else columns
-    if x.dim() == 0 or read != weight_NK.shape[1]:
-        rows = x.numel() // max(x.shape[-1], 1) if x.dim() else 1
+    if x.dim() == 0:
+        raise ShapeError(f"{name}: both arguments to linear need to be at least 1D, but they are 0D and 2D")
+    read = x.shape[-1] if columns is None else columns
+    if read != weight_NK.shape[1]:
+        rows = x.numel() // max(x.shape[-1], 1)
         raise ShapeError(
             f"{name}: mat1 and mat2 shapes cannot be multiplied "
-            f"({rows}x{read or 0} and {weight_NK.shape[1]}x{weight_NK.shape[0]}): in_features is {weight_NK.shape[1]}"
+            f"({rows}x{read} and {weight_NK.shape[1]}x{weight_NK.shape[0]}): in_features is {weight_NK.shape[1]}"
         )
     if weight_NK.device != x.device or (bias_N is not None and bias_N.device != x.device):
         device.check_one(name, x, weight=weight_NK, bias=bias_N)

@@ -33,7 +33,7 @@ class Numerics:
     ran: the backend of the latest eager forward.  consumers: (kind, name) of what reads its result, where known.
     candidate: whether all of them could read FP8, so that the result is sampled.
     ready: how many inputs came in FP8, by the reason why they were dequantised ("": they were not).
-    bypassed: the first forward read the weight and did not call the layer.
+    bypassed: of a layer that the first forward did not call, whether it read the weight; None: not known.
     sizes: M, N, K of the latest eager forward's matmul.
     feature: what runs round its matmuls (features.py), None for nothing.  around: its names.  shard: it, where ranks
     divide the layer (distributed/shard.py).  kinds: what its weight is, in words of features.py.
@@ -50,7 +50,7 @@ class Numerics:
     consumers: tuple[tuple[str, str], ...] = ()
     candidate: bool = False
     ready: dict[str, int] = field(default_factory=dict)
-    bypassed: bool = False
+    bypassed: bool | None = None
     feature: Feature | None = None
     kinds: tuple[str, ...] = ()
     sizes: tuple[int, int, int] | None = None

@@ -29,7 +29,7 @@ def _holds_linear(block: nn.Module) -> bool:
 
 def _stacked(model: nn.Module) -> list[nn.Module]:
     if isinstance(model, nn.ModuleList | nn.Sequential):
-        children = [child for child in model if any(True for _ in child.parameters())]
+        children = [child for child in model if child is not None and any(True for _ in child.parameters())]
         alone = len(children) == 1 and isinstance(model, nn.ModuleList) and _holds_linear(children[0])
         if len({type(child) for child in children}) == 1 and (len(children) > 1 or alone):
             return children

@@ -19,6 +19,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from fp8engine.autograd import Numerics
 from fp8engine.convert.placement import place_states
 from fp8engine.errors import BypassWarning, StrictError
 from fp8engine.nn.class_swap import Mixin, change_class, mix, mixed
@@ -89,23 +90,24 @@ class FirstForward:
             return
         if output is not None:
             self.before.remove()  # before the classes are put back: no other thread begins after that
-        bypassed = []
+        idle: list[tuple[Numerics, bool]] = []
         for layer in model.modules():
             kind = type(layer)
             if not issubclass(kind, Watched):
                 continue
             change_class(layer, kind.plain)
-            for name in vars(layer).pop(READ, ()):
+            read = vars(layer).pop(READ, ())
+            for name in layer._parameters:
                 numerics = cast(Float8Module, layer).numerics_of(name)
                 if numerics is not None and numerics.recipe.is_fp8 and numerics.ran is None:
-                    bypassed.append(numerics)
+                    idle.append((numerics, name in read))
         if output is None:
             return
         self.after.remove()
-        for numerics in bypassed:
-            numerics.bypassed = True
-        if bypassed:
-            self._report([numerics.name for numerics in bypassed])
+        for numerics, bypassed in idle:
+            numerics.bypassed = bypassed
+        if names := [numerics.name for numerics, bypassed in idle if bypassed]:
+            self._report(names)
 
     def _report(self, names: list[str]) -> None:
         shown = ", ".join(names[:8]) + (", …" if len(names) > 8 else "")

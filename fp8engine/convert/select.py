@@ -90,7 +90,8 @@ def _matrices(module: nn.Module) -> dict[str, tuple[int, ...]]:
         return {"weight": (weight_of(module).shape[1], weight_of(module).shape[0])}
     if _has_router_weight(module):
         return {"weight": tuple(weight_of(module).shape)}
-    if "Linear" in type(module).__name__ and isinstance(weight := getattr(module, "weight", None), torch.Tensor):
+    weight = getattr(module, "weight", None) if "Linear" in type(module).__name__ else None
+    if isinstance(weight, torch.Tensor) and weight.dim() > 1:  # not KimiLinearRMSNorm's
         inner = (isinstance(child, nn.Linear | Float8Module) or is_conv1d(child) for child in module.children())
         return {} if any(inner) else {"weight": tuple(weight.shape)}  # an adapter's shell is not one
     if isinstance(module, nn.MultiheadAttention):
@@ -217,9 +218,10 @@ def _repeated(model: nn.Module) -> set[int]:
     found = set()
     for stack in model.modules():
         if isinstance(stack, nn.ModuleList | nn.Sequential):
-            count = Counter(map(type, stack))
-            only_child = isinstance(stack, nn.ModuleList) and len(stack) == 1
-            blocks = (child for child in stack if only_child or count[type(child)] > 1)
+            children = [child for child in stack if child is not None]  # Informer's last block has no convolution
+            count = Counter(map(type, children))
+            only_child = isinstance(stack, nn.ModuleList) and len(children) == 1
+            blocks = (child for child in children if only_child or count[type(child)] > 1)
             found |= {id(module) for block in blocks for module in block.modules() if module is not block}
     return found
 
@@ -269,6 +271,8 @@ def _obstacle(module: nn.Module) -> str | None:
         if flat_experts(module):
             return f"{kind.__name__} keeps its experts one after the other in a 2-D parameter"
         return f"{kind.__module__}.{kind.__name__} is not an nn.Linear (quantised by another library?)"
+    if isinstance(module, nn.LazyLinear):
+        return "its weight is made by its first forward: run the model once before fe.convert"
     if not is_plain_linear(kind):
         return f"{kind.__name__} is a subclass of nn.Linear with code of its own"
     if "weight" not in module._parameters:

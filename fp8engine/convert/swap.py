@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import nn
 
 from fp8engine._torch import Model, divided_parameter, wrapper_of
@@ -148,6 +149,8 @@ def _check_unwrapped(model: nn.Module) -> None:
         raise ConversionError(f"convert takes an nn.Module, not {type(model).__name__}")
     for name, module in model.named_modules():
         where = f"its part {name!r}" if name else "the model"
+        if isinstance(module, torch.jit.ScriptModule):
+            raise ConversionError(f"{where} is TorchScript already, which holds no nn.Linear: convert the plain module")
         if found := wrapper_of(module):
             raise ConversionError(f"{where} is under {found} already: convert first, then wrap")
         if found := compiled_in_place(module):

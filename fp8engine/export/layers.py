@@ -78,8 +78,12 @@ def choose_layers(model: nn.Module, recipe: str | Recipe | None, layout: str) ->
             f"export: layout='fp8' has no scales per row, which these layers need: {_grouped(changed)}; use "
             f"layout={COMPRESSED!r}, or leave them in 16 bits"
         )
-    if layout == COMPRESSED and any(decision.reason == MERGED for decision in decisions):
-        notes.append("transformers' reader of this layout refuses some models with merged weights; `load` reads them")
+    # Its reader needs several tensors for one weight, and has no rule for what is several weights besides: DINOv2's
+    # gate and up, which are one of the class's rules even where the model has none.
+    if layout == COMPRESSED and any(len(converter.source_patterns) > 1 for converter in _converters_on_saving(model)):
+        notes.append(
+            "transformers' reader of this layout refuses some models of classes with merged weights; `load` reads them"
+        )
     if changed:
         notes.append(f"a scale per row, not as the recipe says: {_grouped(changed)}")
     return layout, decisions, notes

@@ -58,6 +58,7 @@ def inspect(model: nn.Module) -> Report:
     records, run, sharded = _records(model), experts_run(model), gathers(model)
     tables = {id(state): _slots(state) for state in found.states}
     layers: list[Any] = []
+    idle: set[str] = set()
     again: list[tuple[dict, torch.Tensor]] = []
     for name, module, shape in linear_layers(model):
         name = plain_name(model, name)
@@ -74,6 +75,8 @@ def inspect(model: nn.Module) -> Report:
             layer["rows"] = max(
                 layer["input"]["elements"] // max(shape[-1], 1), layer["grad_output"]["elements"] // max(shape[-2], 1)
             )
+            if not layer["ran"] and numerics.bypassed is False:
+                idle.add(name)
             if gathered := sharded.get((id(module), key)):
                 layer["gather"] = f"high precision: {gathered.why}" if gathered.why else "FP8 codes"
             if _read_again(weight_of(module, key), numerics, layer["weight"]):
@@ -82,7 +85,7 @@ def inspect(model: nn.Module) -> Report:
             layer["experts"] = [run.get(id(module), shape[0]), shape[0]]
         layers.append(layer)
     _enter_amaxes(again)
-    sums = _totals(layers, totals(sharded))
+    sums = _totals(layers, idle, totals(sharded))
     for layer in layers:
         if layer["experts"]:
             used, of = layer["experts"]
@@ -239,13 +242,14 @@ def _slots(state: ScalingState) -> dict[tuple[int, str], dict]:
     return found
 
 
-def _totals(layers: list[Any], gather: dict | None) -> Totals:
+def _totals(layers: list[Any], idle: set[str], gather: dict | None) -> Totals:
+    """Sums over the layers, each of which gets its share of the FLOPs; idle: names of those that multiplied nothing."""
     chosen = [layer["experts"][0] if layer["experts"] else 1 for layer in layers]
     typical = statistics.median(
         [layer["rows"] / k for layer, k in zip(layers, chosen, strict=True) if layer["rows"]] or [1]
     )
     for layer, k in zip(layers, chosen, strict=True):
-        rows = (layer["rows"] if layer["ran"] else None) or typical * k
+        rows = 0 if layer["name"] in idle else (layer["rows"] if layer["ran"] else None) or typical * k
         layer["flops_share"] = 2.0 * rows * math.prod(layer["shape"][-2:])
     flops = sum(layer["flops_share"] for layer in layers) or 1.0
     fp8 = sum(layer["flops_share"] * layer["fp8_share"] for layer in layers)

@@ -162,7 +162,7 @@ SAID = {
     "stored": r"2: it has results stored in FP8, and cannot have results summed over ranks.*stored=None",
     "reverted": r"revert: its part '0' has a weight that is divided.*before",
     "wrong width": r"0: mat1 and mat2 shapes cannot be multiplied \(4x17 and 16x16\): in_features is 16",
-    "no dimensions": r"0: mat1 and mat2 shapes cannot be multiplied",
+    "no dimensions": r"0: both arguments to linear need to be at least 1D",
     "float64": r"0: input is torch\.float64.*convert it first",
     "another mesh": r"0: its input is a DTensor on .* divided over .*that mesh",
 }
