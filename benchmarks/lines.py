@@ -26,21 +26,21 @@ GOALS = {"engine": 8_600, "kernels": 2_500, "package": 20_600}  # lines of code
 BUDGET = {
     "amp": 2_942,
     "auto": 1_680,
-    "autograd": 2_006,
+    "autograd": 2_028,
     "bench": 793,
-    "cli": 965,
-    "convert": 1_621,
+    "cli": 970,
+    "convert": 1_630,
     "demo": 1_015,
     "distributed": 2_187,
-    "export": 1_331,
+    "export": 1_333,
     "integrations": 195,
     "kernels": 3_080,
     "nn": 1_415,
     "numerics": 610,
-    "ops": 3_209,
-    "report": 2_825,
+    "ops": 3_232,
+    "report": 2_828,
     "scaling": 1_246,
-    "top level": 391,
+    "top level": 392,
 }
 NO_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 
