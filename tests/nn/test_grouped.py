@@ -10,7 +10,6 @@ from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import fp8engine as fe
-from fp8engine.autograd.grouped import grouped_linear
 from fp8engine.nn.grouped import GroupedLinear
 from fp8engine.numerics.recipe import resolve
 
@@ -43,26 +42,6 @@ def test_equals_a_linear_for_each_expert_bit_for_bit(recipe: str, bias: bool, dt
     assert torch.equal(ran.dw, want["dw"])
     assert not bias or torch.equal(ran.db, want["db"])
     assert not ran.dw[1].any()
-
-
-def test_the_16_bit_weight_gradient_equals_that_of_linears():
-    # By torch's grouped matmul (32, 48: rows of 16 bytes), and without it (36).
-    for k in (32, 36):
-        layer = uneven(layer_of("rowwise_gw_hp", k))
-        ran = run(layer, SIZES)
-        want = linears(layer, ran, SIZES)
-        assert torch.equal(ran.y, want["y"])
-        assert torch.equal(ran.dw, want["dw"])
-
-
-@pytest.mark.parametrize("recipe", ["current", "delayed"])
-def test_one_expert_is_a_linear(recipe: str):
-    layer = GroupedLinear(1, 32, 48, recipe=recipe)
-    ran = run(layer, [24])
-    want = linears(layer, ran, [24])
-    for found, name in zip((ran.y, ran.x.grad, ran.dw, ran.db), want, strict=True):
-        assert torch.equal(found, want[name])
-    assert [fe.scaling_state(layer)[role].elements for role in ("input", "weight")] == [24 * 32, 32 * 48]
 
 
 @pytest.mark.parametrize(
@@ -118,11 +97,10 @@ def test_a_weight_stored_the_other_way_round(recipe: str):
     layer.bias.grad = None
     torch.manual_seed(1)
     two = run(other, SIZES, x=x.clone())
+    # In 16 bits the same products are summed in another order, and each side rounded once: two units of the largest.
+    units = 0 if resolve(recipe).is_fp8 else 2 * UNIT[resolve(recipe).input.format.dtype]
     for found, want in ((two.y, one.y), (two.x.grad, one.x.grad), (two.dw.mT, one.dw)):
-        if resolve(recipe).is_fp8:
-            assert torch.equal(found, want)
-        else:  # the same products summed in another order, each side rounded once to 16 bits: two units of the largest
-            assert (found - want).abs().max() <= 2 * UNIT[resolve(recipe).input.format.dtype] * want.abs().max()
+        assert (found - want).abs().max() <= units * want.abs().max()
     report = fe.inspect(other).layers[0]
     assert (report["kind"], report["shape"]) == ("GroupedLinear", [4, 48, 32])
 
@@ -166,8 +144,7 @@ def test_16_bit_recipes_have_second_gradients():
     layer, x = layer_of("bf16"), torch.randn(144, 32, requires_grad=True)
     (dx,) = torch.autograd.grad(layer(x, SIZES).square().sum(), x, create_graph=True)
     dx.square().sum().backward()
-    assert x.grad is not None
-    assert x.grad.any()
+    assert x.grad is not None and x.grad.any()
 
 
 @pytest.mark.parametrize("recipe", [*FP8_RECIPES, "bf16"])
@@ -203,18 +180,22 @@ def test_sizes_that_do_not_fit_are_named(recipe: str, sizes, message: str, error
         layer(torch.randn(144, 32), sizes)
 
 
-def test_inputs_that_do_not_fit_are_named():
+@pytest.mark.parametrize(
+    ("x", "error", "message"),
+    [
+        (torch.ones(4, 36, 32), fe.errors.ShapeError, r"\[4, 36, 32\]; want \[T, 32\]"),
+        (torch.ones(144, 31), fe.errors.ShapeError, r"144x31 and 32x48"),
+        (torch.ones(144, 32).double(), fe.errors.UnsupportedDtype, "float64"),
+        (torch.ones(144, 32).bfloat16(), fe.errors.UnsupportedDtype, "bfloat16 and weight is torch.float32"),
+        (torch.ones(144, 32, device="meta"), fe.errors.BackendError, "weight on cpu"),
+    ],
+    ids=["3-D", "columns", "FP64", "BF16", "meta"],
+)
+def test_inputs_that_do_not_fit_are_named(x: torch.Tensor, error, message: str):
     layer = layer_of("current")
     layer.numerics.name = "experts"
-    for x, error, message in (
-        (torch.randn(4, 36, 32), fe.errors.ShapeError, r"\[4, 36, 32\]; want \[T, 32\]"),
-        (torch.randn(144, 31), fe.errors.ShapeError, r"144x31 and 32x48"),
-        (torch.randn(144, 32).double(), fe.errors.UnsupportedDtype, "float64"),
-        (torch.randn(144, 32).bfloat16(), fe.errors.UnsupportedDtype, "bfloat16 and weight is torch.float32"),
-        (torch.randn(144, 32, device="meta"), fe.errors.BackendError, "weight on cpu"),
-    ):
-        with pytest.raises(error, match=rf"^experts: .*{message}"):
-            layer(x, SIZES)
+    with pytest.raises(error, match=rf"^experts: .*{message}"):
+        layer(x, SIZES)
 
 
 def test_parameters_that_do_not_fit():
@@ -253,11 +234,6 @@ def test_the_report_counts_rows_once(recipe: str):
     assert slots["experts.weight"].amax == experts.weight.detach().abs().max()
 
 
-def test_a_change_of_dtype():
-    layer = layer_of("delayed").bfloat16()
-    assert layer(torch.randn(144, 32).bfloat16(), SIZES).dtype == torch.bfloat16
-
-
 @pytest.mark.parametrize("recipe", [*FP8_RECIPES, "bf16"])
 def test_shapes_propagate_on_meta(recipe: str):
     with torch.device("meta"):
@@ -294,18 +270,6 @@ def test_one_graph_for_any_division_of_the_rows(recipe: str):
             call(torch.randn(144, 32), torch.tensor(wrong))
 
 
-@pytest.mark.few(1)
-@pytest.mark.slow
-@pytest.mark.parametrize("recipe", ["rowwise", "blockwise"])
-def test_inductor_compiles_it(recipe: str):
-    torch._dynamo.reset()
-    layer, x = layer_of(recipe), torch.randn(144, 32)
-    call = torch.compile(lambda x, sizes: layer(x * 2, sizes).square(), fullgraph=True)
-    want = layer(x * 2, SIZES).square()
-    # Inductor fuses what surrounds the operators, and may add in another order: a rounding of BF16 at most.
-    assert torch.allclose(call(x, torch.tensor(SIZES)), want, rtol=2.0**-7, atol=2.0**-7)
-
-
 # torch 2.13's Dynamo looks at .grad of what comes back from the break, which is no leaf.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 def test_rows_in_16_bits_that_torch_does_not_group_break_the_graph():
@@ -313,10 +277,3 @@ def test_rows_in_16_bits_that_torch_does_not_group_break_the_graph():
     layer, x = layer_of("bf16", k=36), torch.randn(144, 36)
     call = torch.compile(lambda x, sizes: layer(x * 2, sizes), backend="aot_eager")
     assert torch.equal(call(x, torch.tensor(SIZES)), layer(x * 2, SIZES))
-
-
-def test_the_functional_takes_parameters_of_anyone():
-    layer = layer_of("rowwise", bias=False)
-    weight = nn.Parameter(layer.weight.detach().clone())
-    x = torch.randn(144, 32)
-    assert torch.equal(grouped_linear(x, weight, None, SIZES, layer.numerics), layer(x, SIZES))
