@@ -76,8 +76,7 @@ def test_any_number_of_rows_and_columns(recipe: str, shape):
     k, n = shape
     for sizes in ([0, 0, 0, 0], [0, 0, 3, 0], [1, 1, 1, 1]):
         ran = run(layer_of(recipe, k, n), sizes)
-        assert ran.y.shape == (sum(sizes), n)
-        assert ran.x.grad.shape == (sum(sizes), k)
+        assert (ran.y.shape, ran.x.grad.shape) == ((sum(sizes), n), (sum(sizes), k))
         assert torch.isfinite(ran.y).all()
         for e, size in enumerate(sizes):
             assert ran.dw[e].any() == bool(size and k)
@@ -143,8 +142,7 @@ def test_a_bias_gradient_of_many_rows_is_summed_in_fp32():
 def test_16_bit_recipes_have_second_gradients():
     layer, x = layer_of("bf16"), torch.randn(144, 32, requires_grad=True)
     (dx,) = torch.autograd.grad(layer(x, SIZES).square().sum(), x, create_graph=True)
-    dx.square().sum().backward()
-    assert x.grad is not None and x.grad.any()
+    assert torch.autograd.grad(dx.square().sum(), x)[0].any()
 
 
 @pytest.mark.parametrize("recipe", [*FP8_RECIPES, "bf16"])
@@ -243,8 +241,7 @@ def test_shapes_propagate_on_meta(recipe: str):
 
 
 @pytest.mark.slow
-@pytest.mark.few(2)
-@pytest.mark.parametrize("recipe", [*FP8_RECIPES, "bf16"])
+@pytest.mark.parametrize("recipe", ["delayed", "blockwise", "bf16"])
 def test_one_graph_for_any_division_of_the_rows(recipe: str):
     torch._dynamo.reset()
     eager, compiled = (uneven(layer_of(recipe)) for _ in range(2))
@@ -252,14 +249,10 @@ def test_one_graph_for_any_division_of_the_rows(recipe: str):
     graphs = CompileCounterWithBackend("aot_eager")
     call = torch.compile(lambda x, sizes: compiled(x * 2, sizes).square(), backend=graphs, fullgraph=True)
     for sizes in (SIZES, [50, 50, 44, 0], [0, 0, 0, 144]):
-        x = torch.randn(144, 32)
-        results = []
+        x, results = torch.randn(144, 32, requires_grad=True), []
         for layer, function in ((eager, lambda x, s: eager(x * 2, s).square()), (compiled, call)):
-            layer.zero_grad()
-            x = x.detach().clone().requires_grad_()
             y = function(x, torch.tensor(sizes))
-            y.sum().backward()
-            results.append([y.detach(), x.grad, *(p.grad for p in layer.parameters())])
+            results.append([y.detach(), *torch.autograd.grad(y.sum(), [x, *layer.parameters()])])
             results[-1] += tables(layer) if recipe != "bf16" else []
             with torch.no_grad():
                 layer.weight.mul_(1.25)  # a weight that stands still is cast once in eager code, and counted once
