@@ -15,6 +15,7 @@ from fused import (
     NORMS,
     Model,
     apart,
+    assert_as_apart,
     assert_equal,
     assert_same_tables,
     batches,
@@ -40,23 +41,14 @@ ROWS = (24, 24, 40, 24)
 @pytest.mark.parametrize("recipe", FP8_RECIPES)
 def test_in_fp32_it_is_norm_and_layers_apart_bit_for_bit(recipe, norm, memory):
     """Two layers: FP32 sums of two gradients do not depend on their order."""
-    model = Model(recipe, norm, [(48, 40), (48, 16)])
-    one, other = with_root(like(model, model.call, memory)), with_root(like(model, apart))  # a root: to share the cast
-    for x, dys in batches(ROWS, 48, (40, 16)):
-        assert_equal(train(one, x, dys), train(other, x, dys))
-        assert_same_tables(one, other)
+    assert_as_apart(Model(recipe, norm, [(48, 40), (48, 16)]), ROWS, memory, root=True)
 
 
 @pytest.mark.parametrize("memory", EXACT, ids=str)
 @pytest.mark.parametrize("recipe", [name for name in FP8_RECIPES if name != "rowwise_gw_hp"])
 def test_in_bf16_the_norm_is_rounded_once(recipe, memory):
-    model = Model(recipe, LAYER, [(160, 24)], torch.bfloat16)
-    one, other = like(model, model.call, memory), like(model, apart)
-    for x, dys in batches(ROWS, 160, (24,), torch.bfloat16):
-        with torch.autocast("cpu", dtype=torch.bfloat16):  # an FP32 norm beside BF16 weights, for the layers apart
-            wanted = train(other, x, dys)
-        assert_equal(train(one, x, dys), wanted)
-        assert_same_tables(one, other)
+    with torch.autocast("cpu", dtype=torch.bfloat16):  # an FP32 norm beside BF16 weights, for the layers apart
+        assert_as_apart(Model(recipe, LAYER, [(160, 24)], torch.bfloat16), ROWS, memory)
 
 
 @pytest.mark.parametrize("recipe", ["current", "rowwise"])
@@ -97,13 +89,11 @@ def test_gradients_against_float64(recipe, norm, memory):
     wanted = step(like(model, in_float64).double(), x.double(), [dy.double() for dy in dys])
     assert found.keys() == wanted.keys()
     for name, noise in expected(recipe, memory).items():
-        if name not in wanted:
-            continue
-        measured = sqnr(wanted[name], found[name])
-        if noise == 0:
-            assert measured > 48, f"{name}: {measured:.2f} dB; 16 bits"
-        else:  # 1.2 dB: the sums of a column have few elements
-            assert abs(measured + 10 * math.log10(noise)) < 1.2, f"{name}: {measured:.2f} dB"
+        if name in wanted:
+            measured = sqnr(wanted[name], found[name])
+            # 1.2 dB: the sums of a column have few elements.  Without noise, 16 bits.
+            near = abs(measured + 10 * math.log10(noise)) < 1.2 if noise else measured > 48
+            assert near, f"{name}: {measured:.2f} dB"
     assert sqnr(wanted["layers.0.bias"], found["layers.0.bias"]) > 100
 
 
@@ -132,20 +122,15 @@ def test_one_norm_for_all_layers(monkeypatch: pytest.MonkeyPatch):
 
 def test_layers_whose_casts_differ_read_16_bits():
     """Each casts for itself, as apart; and so does a layer that keeps a scaling state of its own."""
-    model = Model("current", LAYER, [(48, 16)] * 2)
-    row = resolve("rowwise")
-    model.layers[1].numerics = replace(model.layers[1].numerics, recipe=row)
-    other = like(model, apart)
-    for x, dys in batches(ROWS, 48, (16, 16)):
-        assert_equal(train(model, x, dys), train(other, x, dys))
-        assert_same_tables(model.layers[0], other.layers[0])
-    strangers = Model("delayed", LAYER, [(48, 16)] * 2)
+    model, strangers = Model("current", LAYER, [(48, 16)] * 2), Model("delayed", LAYER, [(48, 16)] * 2)
+    model.layers[1].numerics = replace(model.layers[1].numerics, recipe=resolve("rowwise"))
     strangers.layers[1] = fe.Linear(48, 16, recipe="delayed")
-    other = like(strangers, apart)
-    for x, dys in batches(ROWS, 48, (16, 16)):
-        assert_equal(train(strangers, x, dys), train(other, x, dys))
-        for i in range(2):
-            assert_same_tables(strangers.layers[i], other.layers[i])
+    for each in (model, strangers):
+        other = like(each, apart)
+        for x, dys in batches(ROWS, 48, (16, 16)):
+            assert_equal(train(each, x, dys), train(other, x, dys))
+            for one, layer in zip(each.layers, other.layers, strict=True):
+                assert_same_tables(one, layer)
 
 
 @pytest.mark.parametrize("name", ["bf16", "fp32"])
@@ -156,8 +141,7 @@ def test_recipes_without_fp8_read_torchs_norm(name):
     n = torch.nn.functional.layer_norm(x, (48,), model.gamma, model.beta, LAYER.eps)
     assert torch.equal(y, model.layers[0](n))
     (dx,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
-    dx.square().sum().backward()
-    assert x.grad is not None
+    assert torch.autograd.grad(dx.square().sum(), x)[0].any()
 
 
 @pytest.mark.parametrize("norm", NORMS, ids=str)
@@ -184,17 +168,6 @@ def test_a_predicted_scale_that_is_too_small_is_recast():
     assert sqnr(in_float64(like(model, in_float64).double(), x.double())[0], y) > 27
 
 
-@pytest.mark.parametrize("recipe", FP8_RECIPES)
-def test_a_result_that_nobody_reads_leaves_its_layer_alone(recipe):
-    model = Model(recipe, LAYER, [(48, 16)] * 2)
-    x = torch.randn(6, 48, requires_grad=True)
-    y, _ = model(x)
-    y.sum().backward()
-    assert model.layers[1].weight.grad is None
-    assert int(fe.scaling_state(model)["layers.1.grad_output"].calls) == 0
-    assert x.grad is not None
-
-
 @pytest.mark.parametrize("frozen", [0, 1])
 @pytest.mark.parametrize("recipe", FP8_RECIPES)
 def test_one_of_two_layers_is_frozen(recipe, frozen):
@@ -206,8 +179,7 @@ def test_one_of_two_layers_is_frozen(recipe, frozen):
         model.beta.zero_()
     one, other = like(model, model.call), like(model, apart)
     for x, dys in batches((24, 40), 48, (16, 16)):
-        found, wanted = train(one, x, dys), train(other, x, dys)
-        assert_equal(found, wanted)
+        assert_equal(train(one, x, dys), train(other, x, dys))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -223,29 +195,11 @@ def test_what_is_kept_in_fp8_is_its_codes_times_its_scale(dtype):
 
 
 def test_an_rms_norm_with_a_beta():
+    """Its gradient is the sum of what the layer, by itself, gives."""
     model = Model("current", NORMS[0], [(48, 16)])
     model.beta = torch.nn.Parameter(torch.randn(48))
     ((x, dys),) = batches((6,), 48, (16,))
-    found = step(model, x, dys)
-    n = reference_dn(model, x, dys)
-    assert torch.equal(found["beta"], n.sum(0))
-
-
-def reference_dn(model: Model, x, dys):
-    """The gradient of the norm's result, by a layer apart."""
+    (n,) = model.layers
     rms = torch.nn.functional.rms_norm(x.detach(), (48,), model.gamma, model.which.eps) + model.beta
-    n = rms.detach().requires_grad_()
-    layer = model.layers[0]
-    linear(n, layer.weight, layer.bias, layer.numerics).backward(dys[0])
-    assert n.grad is not None
-    return n.grad
-
-
-def test_the_report_says_where_it_ran():
-    model = Model("current", LAYER, [(48, 16), (48, 8)])
-    assert [row["backend"] for row in fe.inspect(model).layers] == ["none", "none"]
-    model(torch.randn(6, 48))
-    report = fe.inspect(model)
-    assert [row["backend"] for row in report.layers] == ["reference", "reference"]
-    assert [row["rows"] for row in report.layers] == [6, 6]
-    assert report.totals["fp8_flops_share"] == 1.0
+    y = linear(rms, n.weight, n.bias, n.numerics)
+    assert torch.equal(step(model, x, dys)["beta"], torch.autograd.grad(y, rms, dys[0])[0].sum(0))
