@@ -8,14 +8,7 @@ from support import converted, sqnr
 import fp8engine as fe
 from fp8engine.ops.tensor import Float8Tensor
 
-pytestmark = pytest.mark.usefixtures("_fresh_dynamo")
-
-
-@pytest.fixture
-def _fresh_dynamo():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("fresh")
 
 
 def test_a_compiled_model_stores_16_bits_and_says_so():
