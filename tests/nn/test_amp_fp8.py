@@ -41,9 +41,3 @@ def test_the_histories_are_those_of_a_run_at_that_loss_scale():
     *_, moved = train(True, 2.0**4, 2.0, steps=4)
     *_, fixed = train(True, 2.0**8, 1.0 + 1e-9, steps=4)
     assert moved[-1] == pytest.approx(fixed[-1], rel=1e-6)
-
-
-def test_a_factor_of_nothing_is_refused():
-    layer = fe.Linear(8, 8, recipe="delayed")
-    with pytest.raises(fe.errors.StateError, match="positive factor"):
-        fe.scaling_state(layer).rescale_gradients(0.0)
