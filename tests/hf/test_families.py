@@ -9,11 +9,11 @@ In backward each layer also reads dy in E5M2 (25 dB): depth * (10^-2.8 + 10^-2.5
 
 import copy
 import math
-from typing import Any
 
 import pytest
 import torch
 from hf_families import FAMILIES, Family
+from hf_fusing import logits
 from support import FP8_RECIPES, converted, same, sqnr
 from torch import nn
 from transformers.pytorch_utils import Conv1D
@@ -34,10 +34,6 @@ LEFT = {
     "WhisperForConditionalGeneration": {"proj_out"},
 }
 ROUTERS = ("mlp.gate", "mlp.shared_expert_gate")
-
-
-def logits(output: Any) -> torch.Tensor:
-    return output.logits_per_text if "logits_per_text" in output else output.logits
 
 
 def gradients(model: nn.Module) -> torch.Tensor:
@@ -185,6 +181,8 @@ def test_routing_stays_exact(name: str):
     x = torch.randn(64, 32)
     for one, other in zip(plain.model.layers, model.model.layers, strict=True):
         assert same(one.mlp.gate(x), other.mlp.gate(x))
+    rows = {row["name"]: row for row in fe.inspect(model).layers}
+    assert rows["model.layers.0.mlp.gate"]["reason"].startswith("router")
 
 
 class Routed(nn.Module):
