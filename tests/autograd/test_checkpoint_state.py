@@ -8,6 +8,7 @@ import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -203,11 +204,8 @@ def test_a_checkpoint_that_is_not_there(tmp_path: Path):
 def test_a_full_disk_leaves_the_old_file_whole(broken: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     path = tmp_path / "x.pt"
     disk.write(path, b"old")
-
-    def full(*_):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(os, broken, full)
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    monkeypatch.setattr(os, broken, mock.Mock(side_effect=full))
     with pytest.raises(DemoError, match=r"cannot write .*x.pt: No space left on device; what was there before"):
         disk.write(path, b"new")
     assert path.read_bytes() == b"old"
@@ -220,7 +218,7 @@ def test_a_disk_that_fills_up_keeps_the_report_so_far(tmp_path: Path, monkeypatc
 
     def fails_for_bf16(path: Path, content: bytes) -> None:
         if path.name.startswith("bf16"):
-            raise DemoError("cannot write: No space left on device")
+            raise DemoError("No space left on device")
         write(path, content)
 
     monkeypatch.setattr(disk, "write", fails_for_bf16)

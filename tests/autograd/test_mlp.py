@@ -52,12 +52,6 @@ def test_in_fp32_it_is_its_pieces_bit_for_bit(recipe, kind, memory):
     assert_as_apart(Model(recipe, NORMS[2], shapes(kind), kind=kind), ROWS, memory)
 
 
-@pytest.mark.parametrize("norm", [None, *NORMS], ids=str)
-@pytest.mark.parametrize("recipe", FP8_RECIPES)
-def test_with_any_norm_or_none(recipe, norm):
-    assert_as_apart(Model(recipe, norm, shapes("swiglu"), kind="swiglu", bias=False), ROWS, Memory(True, True))
-
-
 @pytest.mark.parametrize("norm", [None, NORMS[0]], ids=str)
 @pytest.mark.parametrize("memory", EXACT, ids=str)
 @pytest.mark.parametrize("recipe", FP8_RECIPES)
@@ -141,19 +135,6 @@ def test_gradients_against_float64(recipe, kind, memory):
         spread = 1.0 if kind in SQUARED else 0.5
         assert sqnr(wanted[name], found[name]) > -10 * math.log10(noise) - spread, name
     assert sqnr(wanted["layers.1.bias"], found["layers.1.bias"]) > 100
-
-
-@pytest.mark.parametrize("memory", [MEMORIES[2], MEMORIES[3]], ids=str)
-def test_storing_in_fp8_costs_backward_what_e4m3_costs_and_forward_nothing(memory):
-    model = Model("current", NORMS[0], shapes("swiglu"), kind="swiglu")
-    ((x, dys),) = batches((24,), K, (K,))
-    before, stored = step(model, x, dys), step(like(model, model.call, memory), x, dys)
-    same = ["y0", "layers.1.bias"] + ([] if memory.recompute_activation else ["layers.1.weight"])
-    assert all(torch.equal(before[name], stored[name]) for name in same)
-    for name in before.keys() - set(same):
-        # gate and up in E4M3 are 31.5 dB each, and so is a norm's input; what differs a little rounds anew, so that
-        # either carries E5M2's and E4M3's noise of its own: 2 E5M2 + 6 E4M3.
-        assert -10 * math.log10(2 * E5M2 + 6 * E4M3) < sqnr(before[name], stored[name]) < 60, name
 
 
 @pytest.mark.parametrize(
