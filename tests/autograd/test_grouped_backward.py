@@ -3,6 +3,7 @@
 import dataclasses
 import math
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -249,14 +250,13 @@ def test_a_step_does_not_wait_for_the_card(name: str, card: list, request: pytes
 
 
 def test_a_backward_runs_where_its_forward_was_asked_to(monkeypatch: pytest.MonkeyPatch):
-    ran, matmul = [], scaled_mm.matmul
-    monkeypatch.setattr(scaled_mm, "matmul", lambda *args, **more: ran.append(1) or matmul(*args, **more))
-    layer, x = layer_of("rowwise"), torch.randn(144, 32, requires_grad=True)
+    ran = mock.Mock(side_effect=scaled_mm.matmul)
+    monkeypatch.setattr(scaled_mm, "matmul", ran)
     with fe.backend("cublas"):
-        y = layer(x, SIZES)
-    assert len(ran) == 3, "one of the four experts has no rows"
+        y = layer_of("rowwise")(torch.randn(144, 32, requires_grad=True), SIZES)
+    assert ran.call_count == 3, "one of the four experts has no rows"
     y.sum().backward()
-    assert len(ran) == 9
+    assert ran.call_count == 9
 
 
 @pytest.mark.usefixtures("on_card")
@@ -268,12 +268,14 @@ def test_inference_per_tensor_does_not_wait_for_the_card(card: list):
 
 
 def test_a_card_without_it_says_why():
-    cpu, codes = torch.device("cpu"), torch.zeros(32, 32).to(torch.float8_e4m3fn)
-    assert not scaled_grouped.has_scaled_grouped(cpu)
-    one = torch.ones(())
-    operand = lambda data=codes, scale=one, rows=-1: Operand(data, scale, rows, -1)  # noqa: E731 - for brevity
-    assert scaled_grouped.ungroupable(operand(), operand(), 2) is None
-    assert "E4M3" in str(scaled_grouped.ungroupable(operand(codes.view(torch.float8_e5m2)), operand(), 2))
-    assert "per row" in str(scaled_grouped.ungroupable(operand(scale=torch.ones(1, 1), rows=32), operand(), 2))
-    assert "multiples of 16" in str(scaled_grouped.ungroupable(operand(), operand(), 4))
-    assert "no rows" in str(scaled_grouped.ungroupable(operand(codes[:0]), operand(), 2))
+    codes = torch.zeros(32, 32).to(torch.float8_e4m3fn)
+    plain = Operand(codes, torch.ones(()), -1, -1)
+    assert not scaled_grouped.has_scaled_grouped(torch.device("cpu"))
+    for one, experts, why in (
+        (plain, 2, "None"),
+        (plain._replace(data=codes.view(torch.float8_e5m2)), 2, "E4M3"),
+        (plain._replace(scale=torch.ones(1, 1), rows=32), 2, "per row"),
+        (plain, 4, "multiples of 16"),
+        (plain._replace(data=codes[:0]), 2, "no rows"),
+    ):
+        assert why in str(scaled_grouped.ungroupable(one, plain, experts))

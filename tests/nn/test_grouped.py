@@ -104,43 +104,27 @@ def test_a_weight_stored_the_other_way_round(recipe: str):
     assert (report["kind"], report["shape"]) == ("GroupedLinear", [4, 48, 32])
 
 
-def test_of_holds_the_parameters_it_is_given():
-    weight, bias = nn.Parameter(torch.randn(2, 8, 16)), nn.Parameter(torch.randn(2, 8))
-    layer = GroupedLinear.of(weight, bias, recipe="current")
-    assert layer.weight is weight
-    assert layer.bias is bias
-    assert list(layer.state_dict()) == ["weight", "bias"]
-    assert list(GroupedLinear.of(weight, recipe="current").state_dict()) == ["weight"]
-
-
 # F.linear rounds sums and bias once (u |y|), the grouped matmul before the bias too (u |y - b|); sums of 32 products.
 def test_bf16_by_the_grouped_matmul_and_without_it():
-    layer, x = layer_of("bf16"), torch.randn(144, 32, requires_grad=True)
-    y = layer(x, SIZES)
-    u = UNIT[torch.bfloat16]
-    for e, (x_e, y_e) in enumerate(zip(x.bfloat16().split(SIZES), y.split(SIZES), strict=True)):
+    layer, x = layer_of("bf16"), torch.randn(144, 32)
+    y, u = layer(x, SIZES), UNIT[torch.bfloat16]
+    for e, (x_e, y_e) in enumerate(zip(x.bfloat16().double().split(SIZES), y.split(SIZES), strict=True)):
         w, b = layer.weight[e].bfloat16().double(), layer.bias[e].bfloat16().double()
-        product = x_e.double() @ w.T
-        slack = 1.01 * (u * product.abs() + u * (product + b).abs() + 2.0**-19 * x_e.double().abs() @ w.abs().T)
+        product = x_e @ w.T
+        slack = 1.01 * (u * product.abs() + u * (product + b).abs() + 2.0**-19 * x_e.abs() @ w.abs().T)
         assert ((y_e - product - b).abs() <= slack).all()
 
 
-def test_gradients_of_the_grouped_matmul_of_a_sum():
+def test_16_bit_gradients_of_a_sum_of_many_rows_and_of_a_gradient():
     # A sum's gradient is one number, expanded: torch's grouped matmul refuses its strides.
     layer, x = layer_of("bf16", bias=False, dtype=torch.bfloat16), torch.ones(144, 32, dtype=torch.bfloat16)
-    layer(x, SIZES).sum().backward()
-    assert torch.equal(layer.weight.grad, torch.tensor(SIZES)[:, None, None].expand(4, 48, 32).bfloat16())
-
-
-def test_a_bias_gradient_of_many_rows_is_summed_in_fp32():
+    (dw,) = torch.autograd.grad(layer(x, SIZES).sum(), layer.weight)
+    assert torch.equal(dw, torch.tensor(SIZES)[:, None, None].expand(4, 48, 32).bfloat16())
     # Ones summed in BF16 stop at 2^8; 600 is a number of BF16.
     layer = layer_of("bf16")
-    layer(torch.randn(600, 32), [0, 600, 0, 0]).sum().backward()
-    assert layer.bias.grad[:, 0].tolist() == [0, 600, 0, 0]
-
-
-def test_16_bit_recipes_have_second_gradients():
-    layer, x = layer_of("bf16"), torch.randn(144, 32, requires_grad=True)
+    (db,) = torch.autograd.grad(layer(torch.randn(600, 32), [0, 600, 0, 0]).sum(), layer.bias)
+    assert db[:, 0].tolist() == [0, 600, 0, 0]
+    x = torch.randn(144, 32, requires_grad=True)
     (dx,) = torch.autograd.grad(layer(x, SIZES).square().sum(), x, create_graph=True)
     assert torch.autograd.grad(dx.square().sum(), x)[0].any()
 
@@ -196,13 +180,18 @@ def test_inputs_that_do_not_fit_are_named(x: torch.Tensor, error, message: str):
         layer(x, SIZES)
 
 
-def test_parameters_that_do_not_fit():
+def test_parameters_are_held_or_refused():
+    weight, bias = nn.Parameter(torch.randn(2, 4, 8)), nn.Parameter(torch.randn(2, 4))
+    layer = GroupedLinear.of(weight, bias, recipe="current")
+    assert (layer.weight is weight, layer.bias is bias) == (True, True)
+    assert list(layer.state_dict()) == ["weight", "bias"]
+    assert list(GroupedLinear.of(weight, recipe="current").state_dict()) == ["weight"]
     with pytest.raises(fe.errors.ShapeError, match=r"weight is \[0, 4, 8\]"):
         GroupedLinear(0, 8, 4, recipe="current")
     with pytest.raises(fe.errors.ShapeError, match=r"weight is \[4, 8\]"):
         GroupedLinear.of(nn.Parameter(torch.ones(4, 8)), recipe="current")
     with pytest.raises(fe.errors.ShapeError, match=r"bias is \[2, 8\]; want \[E, N\] = \[2, 4\]"):
-        GroupedLinear.of(nn.Parameter(torch.ones(2, 4, 8)), nn.Parameter(torch.ones(2, 8)), recipe="current")
+        GroupedLinear.of(weight, nn.Parameter(torch.ones(2, 8)), recipe="current")
     with pytest.raises(fe.errors.UnknownName, match="rowwise"):
         GroupedLinear(2, 8, 4, recipe="rowise")
 
@@ -221,29 +210,26 @@ def test_the_report_counts_rows_once(recipe: str):
     model = nn.ModuleDict({"experts": experts, "plain": plain})
     run(experts, SIZES)
     plain(torch.randn(144, 32))
-    report = fe.inspect(model)
-    row = next(row for row in report.layers if row["name"] == "experts")
+    report, slots = fe.inspect(model), fe.scaling_state(model)
+    (row,) = (row for row in report.layers if row["name"] == "experts")
     assert (row["kind"], row["shape"], row["rows"], row["recipe"]) == ("GroupedLinear", [4, 48, 32], 144, recipe)
     assert (row["backend"], row["emulated"], row["ran"]) == ("reference", True, True)
     assert report.totals["fp8_flops_share"] == pytest.approx(resolve(recipe).fp8_share / 2)
-    slots = fe.scaling_state(model)
-    assert int(slots["experts.weight"].elements) == 4 * 48 * 32
-    assert int(slots["experts.grad_output"].elements) == 144 * 48
+    elements = {role: int(slots[f"experts.{role}"].elements) for role in ("weight", "grad_output")}
+    assert elements == {"weight": 4 * 48 * 32, "grad_output": 144 * 48}
     assert slots["experts.weight"].amax == experts.weight.detach().abs().max()
 
 
 @pytest.mark.parametrize("recipe", [*FP8_RECIPES, "bf16"])
 def test_shapes_propagate_on_meta(recipe: str):
     with torch.device("meta"):
-        layer = layer_of(recipe)
         for sizes in (SIZES, torch.tensor(SIZES)):
-            assert layer(torch.empty(144, 32), sizes).shape == (144, 48)
+            assert layer_of(recipe)(torch.empty(144, 32), sizes).shape == (144, 48)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["delayed", "blockwise", "bf16"])
-def test_one_graph_for_any_division_of_the_rows(recipe: str):
-    torch._dynamo.reset()
+def test_one_graph_for_any_division_of_the_rows(recipe: str, fresh):
     eager, compiled = (uneven(layer_of(recipe)) for _ in range(2))
     compiled.load_state_dict(eager.state_dict())
     graphs = CompileCounterWithBackend("aot_eager")
@@ -265,8 +251,7 @@ def test_one_graph_for_any_division_of_the_rows(recipe: str):
 
 # torch 2.13's Dynamo looks at .grad of what comes back from the break, which is no leaf.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
-def test_rows_in_16_bits_that_torch_does_not_group_break_the_graph():
-    torch._dynamo.reset()
+def test_rows_in_16_bits_that_torch_does_not_group_break_the_graph(fresh):
     layer, x = layer_of("bf16", k=36), torch.randn(144, 36)
     call = torch.compile(lambda x, sizes: layer(x * 2, sizes), backend="aot_eager")
     assert torch.equal(call(x, torch.tensor(SIZES)), layer(x * 2, SIZES))
