@@ -7,9 +7,7 @@ import torch
 from support import converted, numerics_of, same, saved, tables
 
 import fp8engine as fe
-from fp8engine.numerics.recipe import resolve
 from fp8engine.ops import casts as operations
-from tests.helpers.casts import cast_of
 
 TURNING = ("current", "delayed", "rowwise")  # torch's scaled matmul, which a CPU has, takes no blocks
 X, W, DY = (20, 48), (33, 48), (20, 33)
@@ -103,12 +101,6 @@ def test_what_is_saved_is_the_transpose_a_byte_an_element(recipe: str):
     assert sum(t.nbytes for t in held) == x.nbytes // 2 + scales  # half of what a 16-bit Linear keeps, and its scales
 
 
-def test_which_recipes_cast_once():
-    found = {name for name in (*TURNING, "blockwise", "rowwise_gw_hp", "bf16") if resolve(name).input_serves_both}
-    assert found == {*TURNING, "blockwise"}, "wgrad of the others is in 16 bits"
-    assert all(resolve(name).grad_serves_both == (name in found) for name in (*found, "rowwise_gw_hp", "bf16"))
-
-
 @pytest.mark.parametrize("recipe", TURNING)
 def test_a_graph_for_a_card_casts_once_too(recipe: str, casts, monkeypatch: pytest.MonkeyPatch):
     # No card here: the CPU's graph is traced as a card's would be, and run on the reference.
@@ -124,22 +116,6 @@ def test_a_graph_for_a_card_casts_once_too(recipe: str, casts, monkeypatch: pyte
             found.append([y.detach(), *torch.autograd.grad(y, [x, *each.parameters()], torch.ones_like(y))])
     assert same(*found)
     assert casts == [("cast_transpose", shape) for shape in (X, W, DY)]
-
-
-@pytest.mark.parametrize("group", [(-1, -1), (1, -1), (1, 128), (128, 128)], ids=str)
-def test_the_transpose_is_cast_along_its_own_rows(group):
-    x_MK = torch.randn(70, 200) * torch.exp2(torch.randint(-6, 7, (70, 1)))
-    how = cast_of(torch.float8_e4m3fn, *group, True)
-    for mode in (torch.no_grad(), torch.enable_grad()):  # directly, and through the dispatcher
-        with mode:
-            first, turned = operations.cast_transpose(x_MK, how)
-            alone = operations.quantize(x_MK, how)
-            other = operations.quantize(x_MK.t().contiguous(), how)
-        assert torch.equal(first.data.view(torch.uint8), alone.data.view(torch.uint8))
-        assert torch.equal(turned.data.view(torch.uint8), other.data.view(torch.uint8))
-        assert torch.equal(turned.scale, other.scale)
-        assert turned.data.is_contiguous()
-        assert turned[2:] == other[2:]
 
 
 def test_without_gradients_nothing_is_cast_for_a_backward(casts):
