@@ -34,9 +34,9 @@ pytestmark = pytest.mark.usefixtures("fresh")
 class Three(nn.Module):
     """A norm and three layers that read it; what is called with its result when the first, or all of them, has run."""
 
-    def __init__(self, after_first: Callable = lambda h: None, at_the_end: Callable = lambda h: None):
+    def __init__(self, after_first: Callable = lambda h: None):
         super().__init__()
-        self.norm, self.after_first, self.at_the_end = nn.LayerNorm(K), after_first, at_the_end
+        self.norm, self.after_first, self.at_the_end = nn.LayerNorm(K), after_first, lambda h: None
         self.q, self.k, self.v = (nn.Linear(K, 16) for _ in range(3))
 
     def forward(self, x):
@@ -46,6 +46,13 @@ class Three(nn.Module):
         y = y + self.k(h) + self.v(h)
         self.at_the_end(h)
         return y
+
+
+def looking(look: Callable) -> Any:
+    """Converted; `look` sees the norm's result at the end of each forward, and nothing of the probe's."""
+    model = converted(Three())
+    model.at_the_end = look
+    return model
 
 
 @pytest.mark.slow
@@ -192,7 +199,7 @@ def test_the_tensor_alone_holds_its_operands(grad):
         assert h.fp8, "three layers have read it"
         alive.extend(weakref.ref(value.data) for value, _ in h.fp8.values())
 
-    model = converted(Three(at_the_end=look))
+    model = looking(look)
     gc.collect()
     gc.disable()
     try:
@@ -210,7 +217,7 @@ def test_the_tensor_alone_holds_its_operands(grad):
 
 def test_when_the_roots_forward_ends_a_tensor_that_is_kept_holds_none():
     kept = []
-    converted(Three(at_the_end=kept.append))(torch.randn(4, K))
+    looking(kept.append)(torch.randn(4, K))
     assert kept[0].fp8 == {}
 
 
@@ -235,7 +242,7 @@ def test_a_copy_of_a_tensor_takes_none_along(how):
         seen.append(other)
 
     seen: list[torch.Tensor] = []
-    model = converted(Three(at_the_end=look))
+    model = looking(look)
     with torch.no_grad():
         model(torch.randn(4, K))
         model.q(*seen)  # and is read like any other
