@@ -170,3 +170,33 @@ def test_fixed_recipes_have_no_slot_for_their_outputs():
     assert state_of(model).live_2S.shape[1] == 6
     assert "up.output" not in list(fe.scaling_state(model))
     assert fe.inspect(model).layers[0]["output"]["format"] == "float32"
+
+
+def test_a_compiled_model_stores_16_bits_and_says_so(fresh):
+    model = converted(Chain(), overrides={"up": storing()})
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    x = torch.randn(16, 40)
+    for _ in range(3):
+        y = compiled(x)
+        y.sum().backward()
+    want = x.double() @ model.up.weight.double().t() + model.up.bias.double()
+    want = want @ model.down.weight.double().t() + model.down.bias.double()
+    assert sqnr(want, y) > 23.5  # two casts of activations and two of weights: 31.5 - 6 dB, less 2 for small matrices
+    output = fe.inspect(model).layers[0]["output"]
+    assert (output["format"], output["reason"]) == ("float32", "torch.compile: a graph stores 16 bits")
+
+
+# torch 2.13's Dynamo looks at .grad of a graph's input, which is no leaf.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+def test_a_compiled_layer_reads_what_eager_code_stored(fresh):
+    model, x, found = chain(), torch.randn(16, 40), []
+    for compiled in (False, True):
+        if compiled:
+            model.down.compile(backend="aot_eager")
+        h = model.up(x)
+        assert isinstance(h, Float8Tensor)
+        y = model.down(h)
+        found.append((y, torch.autograd.grad(y.square().sum(), model.up.weight)[0]))
+    (want, wanted), (y, grad) = found
+    assert sqnr(want, y) > 35  # the same casts but for a scale 2^-8 apart
+    assert sqnr(wanted, grad) > 20

@@ -130,24 +130,6 @@ def test_nothing_outside_the_matmuls_changes(family: Family):
         )
 
 
-@pytest.mark.few(21)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@every_family
-def test_sixteen_bit_models(family: Family, dtype: torch.dtype):
-    model = converted(family.build()).to(dtype)
-    assert {p.dtype for p in model.parameters()} == {dtype}
-    batch = {
-        key: x.to(dtype) if isinstance(x, torch.Tensor) and x.is_floating_point() else x
-        for key, x in family.batch().items()
-    }
-    output = model(**batch)
-    output.loss.backward()
-    assert logits(output).dtype == dtype
-    assert logits(output).isfinite().all()
-    assert all(p.grad.isfinite().all() for p in model.parameters() if p.requires_grad)
-    assert fe.inspect(model).totals["never_ran"] == 0
-
-
 def test_experts_count_as_often_as_they_run():
     """By hand, one block, rows R: attention R (2 * 32 * 32 + 2 * 32 * 16), experts R * 2 of 4 * (128 * 32 + 32 * 64).
 

@@ -130,19 +130,6 @@ def test_no_rows(form: str):
     assert not any(grad.any() for grad in found.values())
 
 
-def test_q_k_v_and_the_mlp_read_one_quantised_norm():
-    layer = make("llama", "current")
-    x, _ = data()
-    layer(x)
-    state = fe.scaling_state(layer)
-    first = [state[f"self_attn.{n}_proj.input"].amax.item() for n in "qkv"]
-    second = [state[f"mlp.{n}_proj.input"].amax.item() for n in ("gate", "up")]
-    n = layer.get_submodule("input_layernorm")(x)
-    assert first == [pytest.approx(n.abs().max().item(), rel=1e-6)] * 3
-    assert second == second[:1] * 2 != first[:2]
-    assert len({id(m.numerics.state) for m in layer.modules() if isinstance(m, fe.Linear)}) == 1
-
-
 UNKNOWN: dict[str, dict[str, Any]] = {
     "did you mean 'swiglu'": {"activation": "swigl"},
     "unknown placement 'sandwich'; known: pre, post": {"placement": "sandwich"},
