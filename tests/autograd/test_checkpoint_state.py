@@ -145,7 +145,7 @@ def test_a_hostile_pickle_is_not_run(form: str, saved: Path, tmp_path: Path):
     assert not harm.exists()
 
 
-SAME = {"size": "tiny", "steps": 8, "batch": 2}
+SAME: dict[str, Any] = {"size": "tiny", "steps": 8, "batch": 2}
 
 
 @pytest.mark.parametrize(

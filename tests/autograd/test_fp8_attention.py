@@ -58,7 +58,7 @@ def test_values_and_gradients_are_near_float64(name: str, outliers: bool, dtype:
     """
     *given, do, form = inputs(name, outliers, dtype)
     wide = [x.detach().double().requires_grad_() for x in given]
-    o, wanted = fp8_attention(*given, form), exact(*wide, form)
+    o, wanted = (attend(*each, form) for attend, each in ((fp8_attention, given), (exact, wide)))
     assert sqnr(wanted, o) > (24 if outliers else 25)
     found, grads = torch.autograd.grad(o, given, do), torch.autograd.grad(wanted, wide, do.double())
     assert {x.dtype for x in (o, *found)} == {dtype}

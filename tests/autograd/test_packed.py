@@ -2,6 +2,7 @@
 
 import itertools
 import warnings
+from typing import Any
 
 import pytest
 import torch
@@ -24,7 +25,7 @@ CLOSE = {"rtol": 0, "atol": 64 * 2.0**-24}
 
 
 def packed_of(lengths, of_keys=None) -> Packed:
-    parts = [(ints([0, *itertools.accumulate(each)]), max(each)) for each in (lengths, of_keys) if each]
+    parts: Any = [(ints([0, *itertools.accumulate(each)]), max(each)) for each in (lengths, of_keys) if each]
     return Packed(*itertools.chain(*parts))
 
 

@@ -188,7 +188,8 @@ def bound(
 def assert_products(found: Any, want: Products, shape: tuple[int, int, int], dtype, rounds: bool) -> None:
     """(y, dx, dw, db) of a layer, of shape M, K, N, are its products within `bound`; None: there is none."""
     m, k, n = shape
-    terms = ((want.straight, want.y_abs, k), (want.dx, want.dx_abs, n), (want.dw, want.dw_abs, m), (0, want.db_abs, m))
+    terms = (want.straight, want.y_abs, k), (want.dx, want.dx_abs, n), (want.dw, want.dw_abs, m)
+    terms += ((np.zeros(n), want.db_abs, m),)  # sums of dy alone, which is rounded before
     for name, each, (before_bias, absolute, sums) in zip(("y", "dx", "dw", "db"), found, terms, strict=True):
         if each is not None:
             value = getattr(want, name)

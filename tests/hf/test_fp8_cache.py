@@ -27,6 +27,10 @@ def llama() -> Any:
     return tiny_llama().eval()
 
 
+def layer_of(block: int, window: int | None = None) -> Any:
+    return Fp8Layer(block, window)
+
+
 def mistral(window: int = 6) -> Any:
     return transformers.MistralForCausalLM(transformers.MistralConfig(**SIZE, sliding_window=window)).eval()
 
@@ -78,7 +82,7 @@ def test_a_window_keeps_whole_blocks_that_can_still_be_seen(block: int):
 def test_how_the_tokens_came_is_not_stored():
     model, ids = llama(), tokens(2, 24)
     k = torch.randn(2, 2, 24, 8)
-    whole, parts = Fp8Layer(4, None), Fp8Layer(4, None)
+    whole, parts = layer_of(4), layer_of(4)
     whole.update(k, k)
     for part in k.split([3, 1, 15, 5], 2):
         parts.update(part, part)
@@ -118,7 +122,7 @@ def test_assisted_generation(make):
 def test_tokens_taken_back_while_recording_leave_no_trace():
     k = torch.randn(1, 2, 23, 8)
     for window in (None, 6):
-        one, other = Fp8Layer(4, window), Fp8Layer(4, window)
+        one, other = layer_of(4, window), layer_of(4, window)
         one.activate_past_recording()
         one.update(k[:, :, :20], k[:, :, :20])
         one.crop(0)
@@ -147,7 +151,7 @@ def test_an_encoder_decoder_takes_two():
 
 def test_rows_are_chosen_and_repeated():
     k = torch.randn(3, 2, 10, 8)
-    layer = Fp8Layer(4, None)
+    layer = layer_of(4)
     layer.update(k, k)
     values = layer.keys
     layer.batch_repeat_interleave(2)
