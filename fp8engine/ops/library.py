@@ -14,7 +14,7 @@ An operator that writes a slot, or another table of a model, does not declare it
 functionalised: a graph works on its own copy of the table and copies all of it back, over what other graphs (the next
 block, compiled by itself) have written meanwhile, and autograd refuses the table that backward needs because its
 version has moved.  Registered as effects in order, they run in place, once each, in the order written, forward and
-backward: tests/laws/test_laws_of_graphs.py.
+backward: tests/nn/test_compile.py.
 """
 
 from __future__ import annotations
