@@ -34,7 +34,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning"),
 ]
 
-WAYS = ("phi3", "gpt2", "phi", "bert", "t5-v1.1", "qwen2_moe")
+WAYS = ("qwen2_moe", "gpt2", "phi", "bert", "t5-v1.1", "phi3")
 DEPTHS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "encoder_layers", "decoder_layers")
 
 
