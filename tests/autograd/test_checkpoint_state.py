@@ -6,6 +6,7 @@ import io
 import os
 import pickle
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -145,18 +146,15 @@ def test_a_hostile_pickle_is_not_run(form: str, saved: Path, tmp_path: Path):
     assert not harm.exists()
 
 
-SAME: dict[str, Any] = {"size": "tiny", "steps": 8, "batch": 2}
-
-
 @pytest.mark.parametrize(
     ("other", "told"),
     [
         ({"recipe": "current"}, "recipe 'delayed' there, 'current' here"),
         ({"seed": 1}, "seed 0 there, 1 here"),
-        ({"config": Config(**SAME | {"size": "small"})}, "size 'tiny' there, 'small' here"),
-        ({"config": Config(**SAME | {"steps": 9})}, "steps 8 there, 9 here"),
-        ({"config": Config(**SAME, lr=1e-3)}, "lr 0.004 there, 0.001 here"),
-        ({"config": Config(**SAME, text=__file__)}, "text '"),
+        ({"config": replace(CONFIG, size="small")}, "size 'tiny' there, 'small' here"),
+        ({"config": replace(CONFIG, steps=9)}, "steps 8 there, 9 here"),
+        ({"config": replace(CONFIG, lr=1e-3)}, "lr 0.004 there, 0.001 here"),
+        ({"config": replace(CONFIG, text=__file__)}, "text '"),
     ],
 )
 def test_a_checkpoint_of_another_run(other: dict[str, Any], told: str, saved: Path):

@@ -56,9 +56,9 @@ def test_values_and_gradients_are_near_float64(name: str, outliers: bool, dtype:
 
     Of dQ and dK, dO and v in FP8 cost 28.7 dB; of dV only BF16's P does.
     """
-    *given, do, form = inputs(name, outliers, dtype)
-    wide = [x.detach().double().requires_grad_() for x in given]
-    o, wanted = (attend(*each, form) for attend, each in ((fp8_attention, given), (exact, wide)))
+    q, k, v, do, form = inputs(name, outliers, dtype)
+    given, wide = (q, k, v), [x.detach().double().requires_grad_() for x in (q, k, v)]
+    o, wanted = fp8_attention(q, k, v, form), exact(wide[0], wide[1], wide[2], form)
     assert sqnr(wanted, o) > (24 if outliers else 25)
     found, grads = torch.autograd.grad(o, given, do), torch.autograd.grad(wanted, wide, do.double())
     assert {x.dtype for x in (o, *found)} == {dtype}
