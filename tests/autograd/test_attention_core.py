@@ -69,15 +69,6 @@ def test_rotation_is_that_of_transformers():
         assert torch.allclose(ours, theirs, rtol=0, atol=2.0**-22)  # two products and a sum, of magnitudes below 4
 
 
-def test_rotated_scores_depend_on_distance_alone():
-    x, y = torch.randn(2, 1, 1, 1, 8).unbind()
-    scores = [
-        (rotate(x, torch.tensor([start]), 100.0) * rotate(y, torch.tensor([start + 3]), 100.0)).sum().item()
-        for start in (0, 7, 100)
-    ]
-    assert scores == pytest.approx([scores[0]] * 3, abs=1e-4)  # angles of 100 have an ulp of 2^-17
-
-
 @pytest.mark.parametrize("pieces", [[6], [1] * 6, [2, 1, 3]])
 def test_a_cache_gives_what_the_whole_sequence_gives(pieces: list[int]):
     q, k, v = triple(t=6, s=6)

@@ -1,7 +1,10 @@
-"""Activation checkpointing under torch.compile: the numbers and tables of eager code without it, nothing run twice."""
+"""Activation checkpointing in and around compiled blocks: what eager code computes and writes, nothing run twice.
 
-import itertools
+That a checkpoint of a whole model inside its graph changes nothing is a law (tests/laws/test_laws_of_graphs.py).
+"""
+
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,49 +20,45 @@ from torch.utils.checkpoint import checkpoint
 import fp8engine as fe
 from fp8engine.report.state import controllers_of
 
-pytestmark = pytest.mark.usefixtures("fresh")
+pytestmark = [
+    pytest.mark.usefixtures("fresh"),
+    # torch 2.13's Dynamo looks at .grad of a block's input, which is no leaf.
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
+]
 
 
-def cases(quick: list[tuple], *values) -> list:
-    """Every combination, marked slow but for the quick ones."""
-    every = list(itertools.product(*values))
-    assert set(quick) <= set(every)
-    return [pytest.param(*case, marks=() if case in quick else pytest.mark.slow) for case in every]
-
-
-def whole(model: nn.Module, backend: Any = "aot_eager") -> Any:
+def whole(model: Any, backend: Any = "aot_eager") -> Any:
     return torch.compile(model, fullgraph=True, backend=backend)
 
 
-def checkpointed(model: Any, reentrant: bool = False) -> Any:
-    return lambda *given: checkpoint(model, *given, use_reentrant=reentrant)
+def checkpointed(model: Any) -> Any:
+    return lambda *given: checkpoint(model, *given, use_reentrant=False)
+
+
+NESTED: dict[str, Callable] = {
+    "each block": whole,
+    "each block, and all": lambda model: whole(checkpointed(model)),
+}
 
 
 @pytest.mark.short
 @pytest.mark.slow
-@pytest.mark.few(1)
-@pytest.mark.parametrize("recipe", cases([("current",), ("delayed",), ("rowwise_gw_hp",)], FP8_RECIPES))
-def test_a_graph_of_checkpointed_blocks_equals_eager_code_without(recipe):
-    eager, plain, recomputed = net(recipe), net(recipe), net(recipe, reentrant=False)
+@pytest.mark.parametrize("nested", NESTED)
+def test_a_graph_of_checkpointed_blocks_equals_eager_code_without(nested: str):
+    eager, plain, recomputed = net("delayed"), net("delayed"), net("delayed", reentrant=False)
     losses = train(eager)
     assert train(plain, whole(plain)) == losses
     before = counters["stats"]["unique_graphs"]
-    assert train(recomputed, whole(recomputed)) == losses
+    call = NESTED[nested](recomputed)
+    assert train(recomputed, call) == losses
     assert counters["stats"]["unique_graphs"] <= before + 1, "the update's graph is there already"
     assert same(list(eager.parameters()), list(recomputed.parameters()))
-    assert same(tables(eager), tables(recomputed))
-    assert same(tables(plain), tables(recomputed))
-
-
-@pytest.mark.few(1)
-@pytest.mark.slow
-@pytest.mark.parametrize("recipe", FP8_RECIPES)
-def test_inductor_agrees(recipe):
-    """With and without a checkpoint Inductor may sum in another order: 1 FP32 ulp, see tests/nn/test_compile.py."""
-    plain, recomputed = net(recipe), net(recipe, reentrant=False)
-    losses = train(recomputed, torch.compile(recomputed, fullgraph=True))
-    assert losses == pytest.approx(train(plain), rel=1e-3)
-    assert torch.equal(tables(plain)[2][:2], tables(recomputed)[2][:2])
+    assert same(tables(eager)[:2], tables(recomputed)[:2])
+    assert same(tables(plain)[:2], tables(recomputed)[:2])
+    before, x = tables(recomputed)[:2], torch.randn(8, WIDTH)
+    with torch.no_grad():
+        assert torch.equal(call(x), recomputed(x))
+    assert same(before, tables(recomputed)[:2]), "without gradients nothing is recorded"
 
 
 def test_no_code_is_kept_for_backward_and_only_what_writes_nothing_runs_again():
@@ -86,57 +85,38 @@ def test_no_code_is_kept_for_backward_and_only_what_writes_nothing_runs_again():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("recipe", "needs"),
-    cases([("delayed", "weights"), ("delayed", "input")], ["delayed", "blockwise"], ["weights", "input"]),
-)
-def test_gradients_of_weights_or_of_the_input_alone(recipe, needs):
+@pytest.mark.parametrize("recipe", ["delayed", "blockwise"])
+@pytest.mark.parametrize("needs", ["weights", "input"])
+def test_gradients_of_weights_or_of_the_input_alone(recipe: str, needs: str):
     eager, plain, recomputed = net(recipe), net(recipe), net(recipe, reentrant=False)
     calls = {eager: eager, plain: whole(plain), recomputed: whole(recomputed)}
     for turn in range(3):
         found = []
         for model, call in calls.items():
-            model.zero_grad()
             model.requires_grad_(needs == "weights")
             x = (torch.arange(8 * WIDTH).view(8, WIDTH) * 2.0**turn).requires_grad_(needs == "input")
             y = call(x)
-            y.square().mean().backward()
-            found.append([y.detach(), *(t.grad for t in (x, *model.parameters()) if t.grad is not None)])
+            leaves = [x] if needs == "input" else list(model.parameters())
+            found.append([y.detach(), *torch.autograd.grad(y.square().mean(), leaves)])
             for p in model.parameters():
                 p.data.mul_(1.01)
         assert same(found[0], found[1])
         assert same(found[0], found[2])
-        assert len(found[0]) == (2 if needs == "input" else 1 + len(list(eager.parameters())))
     assert same(tables(eager)[:2], tables(recomputed)[:2])
     assert same(tables(plain), tables(recomputed))
 
 
-@pytest.mark.slow
-def test_without_gradients_nothing_is_recorded():
-    model = net("delayed", reentrant=False)
-    call = whole(model)
-    train(model, call)
-    before, x = tables(model)[:2], torch.randn(8, WIDTH)
-    with torch.no_grad():
-        assert torch.equal(call(x), model(x))
-    assert same(before, tables(model)[:2])
-
-
-WHERE = ["inside", "around", "around, reentrant"]
+WHERE = {"inside": None, "around": False, "around, reentrant": True}
 
 
 @pytest.mark.short
 @pytest.mark.slow
-# torch 2.13's Dynamo looks at .grad of a block's input, which is no leaf.
 @pytest.mark.few(3)
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
-@pytest.mark.parametrize(
-    ("recipe", "where"),
-    cases([("delayed", where) for where in WHERE] + [("blockwise", WHERE[0])], FP8_RECIPES, WHERE),
-)
-def test_blocks_compiled_one_by_one(recipe, where):
+@pytest.mark.parametrize("where", WHERE)
+@pytest.mark.parametrize("recipe", FP8_RECIPES)
+def test_blocks_compiled_one_by_one(recipe: str, where: str):
     """A checkpoint around a graph runs all of it again: what it counts, it counts once."""
-    plain, regional = net(recipe), net(recipe, None if where == "inside" else where != "around")
+    plain, regional = net(recipe), net(recipe, WHERE[where])
     for model in (plain, regional):
         for block in model.get_submodule("blocks").children():
             if where == "inside" and model is regional:
@@ -159,10 +139,8 @@ class Attending(nn.Module):
         return x_MK + self.out(y.transpose(1, 2).reshape(x_MK.shape))
 
 
-@pytest.mark.few(2)
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
-@pytest.mark.parametrize("recipe", cases([("delayed",)], FP8_RECIPES))
-def test_attention_blocks_checkpointed_inside_of_their_graphs(recipe):
+@pytest.mark.parametrize("recipe", ["delayed", pytest.param("blockwise", marks=pytest.mark.slow)])
+def test_attention_blocks_checkpointed_inside_of_their_graphs(recipe: str):
     """The graph of the second block writes the tables that the first one's backward has saved."""
     losses = []
     for compiled in (False, True):
@@ -176,10 +154,9 @@ def test_attention_blocks_checkpointed_inside_of_their_graphs(recipe):
 
 
 @pytest.mark.few(1)
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 @pytest.mark.slow
-@pytest.mark.parametrize("inside", cases([(True,)], [True, False]))
-def test_auto_decides_alike(inside):
+@pytest.mark.parametrize("inside", [True, False])
+def test_auto_decides_alike(inside: bool):
     """The clock runs outside of the blocks' graphs; what it looks at is described within them."""
     runs = []
     for recomputed in (False, True):
@@ -197,18 +174,11 @@ def test_auto_decides_alike(inside):
     assert same(plain, recomputed)
 
 
-@pytest.mark.few(3)
-@pytest.mark.parametrize(
-    ("recipe", "around"), cases([("current", False), ("delayed", True)], FP8_RECIPES, [False, True])
-)
-def test_a_layer_without_a_root(recipe, around):
+def test_a_checkpoint_around_the_graph_of_a_layer_without_a_root():
     """It updates its own scales, in its graph: once a step, and not when the graph runs again."""
-    torch.manual_seed(0)
-    plain = fe.Linear(WIDTH, WIDTH, recipe=recipe)
-    layer = fe.Linear(WIDTH, WIDTH, recipe=recipe)
+    plain, layer = (fe.Linear(WIDTH, WIDTH, recipe="delayed") for _ in range(2))
     layer.load_state_dict(plain.state_dict())
-    call = checkpointed(whole(layer)) if around else whole(checkpointed(layer))
-    assert train(plain) == train(layer, call)
+    assert train(plain) == train(layer, checkpointed(whole(layer)))
     assert same(tables(plain)[:2], tables(layer)[:2])
 
 
@@ -221,10 +191,3 @@ def test_a_graph_for_a_card_casts_both_ways_again(monkeypatch: pytest.MonkeyPatc
         assert train(plain, whole(plain)) == train(recomputed, whole(recomputed))
     assert same(list(plain.parameters()), list(recomputed.parameters()))
     assert same(tables(plain), tables(recomputed))
-
-
-@pytest.mark.slow
-def test_checkpoints_within_checkpoints():
-    plain, nested = net("delayed"), net("delayed", reentrant=False)
-    assert train(plain) == train(nested, whole(checkpointed(nested)))
-    assert same(tables(plain)[:2], tables(nested)[:2])

@@ -5,10 +5,15 @@ import errno
 import io
 import os
 import pickle
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+from support import same
 
 from fp8engine.demo import Config, DemoError, Keeping, Session, config, disk, run, session, train
 from fp8engine.demo.config import read
@@ -35,10 +40,6 @@ def tensors(trainer: Trainer) -> list[torch.Tensor]:
     moments = [value for state in trainer.optimizer.state.values() for value in state.values()]
     slots = [value for slot in scaling_state_dict(trainer.model)["slots"].values() for value in slot.values()]
     return [tensor.detach().clone() for tensor in (*trainer.model.parameters(), *moments, *slots)]
-
-
-def same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
-    return len(a) == len(b) and all(map(torch.equal, a, b))
 
 
 @pytest.fixture(scope="module")
@@ -81,12 +82,10 @@ def test_a_resumed_run_is_the_uninterrupted_one(recipe: str, tmp_path: Path):
 def test_weights_moments_and_scaling_state_are_too(recipe: str, tmp_path: Path):
     """Scales of delayed scaling come from a window that spans the stop; fp16's loss scale is not where it began."""
     straight, first, second = fresh(recipe), fresh(recipe), fresh(recipe)
-    for one in (straight, first):
+    for one, steps in ((straight, 6), (first, 3)):
         one.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**40, enabled=recipe == "fp16")
-    for _ in range(6):
-        straight.step()
-    for _ in range(3):
-        first.step()
+        for _ in range(steps):
+            one.step()
     first.save(tmp_path / "x.pt")
     second.load(tmp_path / "x.pt")
     for _ in range(3):
@@ -95,8 +94,7 @@ def test_weights_moments_and_scaling_state_are_too(recipe: str, tmp_path: Path):
     assert second.scaler.state_dict() == straight.scaler.state_dict()
     assert second.curve.losses == straight.curve.losses
     assert second.curve.skipped == straight.curve.skipped
-    if recipe == "fp16":
-        assert straight.curve.skipped > 0
+    assert (straight.curve.skipped > 0) == (recipe == "fp16")
 
 
 def test_a_finished_run_is_resumed_by_measuring_it(tmp_path: Path):
@@ -106,22 +104,24 @@ def test_a_finished_run_is_resumed_by_measuring_it(tmp_path: Path):
     assert again == first
 
 
-@pytest.mark.parametrize("share", [0, 0.001, 0.5, 0.999])
-def test_a_file_cut_short(share: float, saved: Path, tmp_path: Path):
-    raw = saved.read_bytes()
-    path = tmp_path / "cut.pt"
-    path.write_bytes(raw[: int(share * len(raw))])
-    refused(path, fresh(), r"cut.pt is not a whole checkpoint \(\d+ bytes: cut short or damaged\)")
-
-
-def test_one_bit_of_one_weight(saved: Path, tmp_path: Path):
+def one_bit(raw: bytes) -> bytes:
     """torch.load does not notice it: the check is ours."""
-    raw = bytearray(saved.read_bytes())
-    raw[len(raw) // 2] ^= 1
-    torch.load(io.BytesIO(raw), weights_only=True)
-    path = tmp_path / "bit.pt"
-    path.write_bytes(raw)
-    refused(path, fresh(), "not a whole checkpoint")
+    changed = bytearray(raw)
+    changed[len(raw) // 2] ^= 1
+    torch.load(io.BytesIO(changed), weights_only=True)
+    return bytes(changed)
+
+
+DAMAGED: dict[str, Callable[[bytes], bytes]] = {
+    f"cut to {share} of it": lambda raw, share=share: raw[: int(share * len(raw))] for share in (0, 0.001, 0.5, 0.999)
+} | {"one bit of one weight": one_bit}
+
+
+@pytest.mark.parametrize("damage", DAMAGED)
+def test_a_damaged_file(damage: str, saved: Path, tmp_path: Path):
+    path = tmp_path / "damaged.pt"
+    path.write_bytes(DAMAGED[damage](saved.read_bytes()))
+    refused(path, fresh(), r"damaged.pt is not a whole checkpoint \(\d+ bytes: cut short or damaged\)")
 
 
 class Hostile:
@@ -149,68 +149,42 @@ def test_a_hostile_pickle_is_not_run(form: str, saved: Path, tmp_path: Path):
 @pytest.mark.parametrize(
     ("other", "told"),
     [
-        (lambda: fresh("current"), "recipe 'delayed' there, 'current' here"),
-        (lambda: fresh(seed=1), "seed 0 there, 1 here"),
-        (lambda: fresh(config=Config(size="small", steps=8, batch=2)), "size 'tiny' there, 'small' here"),
-        (lambda: fresh(config=Config(size="tiny", steps=9, batch=2)), "steps 8 there, 9 here"),
-        (lambda: fresh(config=Config(size="tiny", steps=8, batch=2, lr=1e-3)), "lr 0.004 there, 0.001 here"),
-        (lambda: fresh(config=Config(size="tiny", steps=8, batch=2, text=__file__)), "text '"),
+        ({"recipe": "current"}, "recipe 'delayed' there, 'current' here"),
+        ({"seed": 1}, "seed 0 there, 1 here"),
+        ({"config": replace(CONFIG, size="small")}, "size 'tiny' there, 'small' here"),
+        ({"config": replace(CONFIG, steps=9)}, "steps 8 there, 9 here"),
+        ({"config": replace(CONFIG, lr=1e-3)}, "lr 0.004 there, 0.001 here"),
+        ({"config": replace(CONFIG, text=__file__)}, "text '"),
     ],
 )
-def test_a_checkpoint_of_another_run(other, told: str, saved: Path):
-    refused(saved, other(), told)
+def test_a_checkpoint_of_another_run(other: dict[str, Any], told: str, saved: Path):
+    refused(saved, fresh(**other), told)
 
 
-def _without_one(parts):
-    del parts["model"]["blocks.1.down.bias"]
+BIAS = "blocks.1.down.bias"
+SPOILT: list[tuple[Callable[[Any], object], str]] = [
+    (lambda parts: parts["model"].pop(BIAS), f"'{BIAS}' the first"),
+    (
+        lambda parts: parts["model"].update({BIAS: torch.zeros(3)}),
+        rf"{BIAS} is torch.float32 \[3\]; want torch.float32 \[64\]",
+    ),
+    (
+        lambda parts: parts["model"].update({"lm_head.weight": parts["model"]["lm_head.weight"].half()}),
+        r"lm_head.weight is torch.float16",
+    ),
+    (
+        lambda parts: parts["optimizer"]["state"][5].update(exp_avg=torch.zeros(2)),
+        "optimizer's exp_avg of parameter 5",
+    ),
+    (lambda parts: parts["optimizer"]["param_groups"].pop(), "the optimizer's groups"),
+    (lambda parts: parts["scaling"]["slots"].popitem(), "1 slots missing"),
+    (lambda parts: parts.update(curve={"losses": [1.0], "seconds": []}), "the curves cannot be read"),
+    (lambda parts: parts.pop("scaler"), "not a checkpoint of `fp8engine train`"),
+    (lambda parts: parts.update(version=2), "not a checkpoint of `fp8engine train`, version 1"),
+]
 
 
-def _reshaped(parts):
-    parts["model"]["blocks.1.down.bias"] = torch.zeros(3)
-
-
-def _retyped(parts):
-    parts["model"]["lm_head.weight"] = parts["model"]["lm_head.weight"].half()
-
-
-def _other_moments(parts):
-    parts["optimizer"]["state"][5]["exp_avg"] = torch.zeros(2)
-
-
-def _other_groups(parts):
-    parts["optimizer"]["param_groups"].pop()
-
-
-def _no_scaling(parts):
-    parts["scaling"]["slots"].popitem()
-
-
-def _no_curve(parts):
-    parts["curve"] = {"losses": [1.0], "seconds": []}
-
-
-def _no_part(parts):
-    del parts["scaler"]
-
-
-def _newer(parts):
-    parts["version"] = 2
-
-
-@pytest.mark.parametrize(
-    ("change", "told"),
-    [
-        (_without_one, "'blocks.1.down.bias' the first"),
-        (_reshaped, r"blocks.1.down.bias is torch.float32 \[3\]; want torch.float32 \[64\]"),
-        (_retyped, r"lm_head.weight is torch.float16"),
-        (_other_moments, "optimizer's exp_avg of parameter 5"),
-        (_other_groups, "the optimizer's groups"),
-        (_no_scaling, "1 slots missing"),
-        (_no_curve, "the curves cannot be read"),
-        (_no_part, "not a checkpoint of `fp8engine train`"),
-        (_newer, "not a checkpoint of `fp8engine train`, version 1"),
-    ],
-)
+@pytest.mark.parametrize(("change", "told"), SPOILT, ids=[told for _, told in SPOILT])
 def test_a_whole_file_that_does_not_fit(change, told: str, saved: Path, tmp_path: Path):
     parts = torch.load(saved, weights_only=True)
     change(parts)
@@ -228,11 +202,8 @@ def test_a_checkpoint_that_is_not_there(tmp_path: Path):
 def test_a_full_disk_leaves_the_old_file_whole(broken: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     path = tmp_path / "x.pt"
     disk.write(path, b"old")
-
-    def full(*_):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(os, broken, full)
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    monkeypatch.setattr(os, broken, mock.Mock(side_effect=full))
     with pytest.raises(DemoError, match=r"cannot write .*x.pt: No space left on device; what was there before"):
         disk.write(path, b"new")
     assert path.read_bytes() == b"old"
@@ -245,7 +216,7 @@ def test_a_disk_that_fills_up_keeps_the_report_so_far(tmp_path: Path, monkeypatc
 
     def fails_for_bf16(path: Path, content: bytes) -> None:
         if path.name.startswith("bf16"):
-            raise DemoError("cannot write: No space left on device")
+            raise DemoError("No space left on device")
         write(path, content)
 
     monkeypatch.setattr(disk, "write", fails_for_bf16)

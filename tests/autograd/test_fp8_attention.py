@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+from typing import Any, cast
 
 import pytest
 import torch
+from support import same, sqnr
 from torch.utils.checkpoint import checkpoint
 
 from fp8engine.autograd.fp8_attention import fp8_attention
@@ -21,7 +23,7 @@ FORMS = {
 }
 
 
-def inputs(name: str, outliers: bool = False, dtype: torch.dtype = torch.bfloat16):
+def inputs(name: str, outliers: bool = False, dtype: torch.dtype = torch.bfloat16) -> Any:
     """q, k, v and a gradient of the output."""
     heads, of_keys, t, s, d, form = FORMS[name]
     generator = torch.Generator().manual_seed(len(name))
@@ -44,45 +46,24 @@ def exact(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, form: Form) -> torc
     return torch.softmax((q @ k.mT * form.scale).masked_fill(~seen, -math.inf), -1) @ v
 
 
-def grad(x: torch.Tensor) -> torch.Tensor:
-    """The gradient of x, which there is."""
-    assert x.grad is not None
-    return x.grad
+CASES = [(name, outliers, torch.bfloat16) for name in FORMS for outliers in (False, True)]
+CASES += [("causal, grouped", False, dtype) for dtype in (torch.float32, torch.float16)]
 
 
-def sqnr_db(found: torch.Tensor, wanted: torch.Tensor) -> float:
-    """Signal over noise."""
-    return float(10 * torch.log10(wanted.square().sum() / (found.double() - wanted).square().sum()))
-
-
-@pytest.mark.parametrize("outliers", [False, True], ids=["normal", "outliers"])
-@pytest.mark.parametrize("name", FORMS)
-def test_values_and_gradients_are_near_float64(name: str, outliers: bool):
+@pytest.mark.parametrize(("name", "outliers", "dtype"), CASES, ids=str)
+def test_values_and_gradients_are_near_float64(name: str, outliers: bool, dtype: torch.dtype):
     """Rounding to E4M3 costs 31.7 dB a tensor: q and k 28.7 dB in the scores, P and v as much, 25.7 together.
 
     Of dQ and dK, dO and v in FP8 cost 28.7 dB; of dV only BF16's P does.
     """
-    q, k, v, do, form = inputs(name, outliers)
-    wide = [x.detach().double().requires_grad_() for x in (q, k, v)]
+    q, k, v, do, form = inputs(name, outliers, dtype)
+    given, wide = (q, k, v), [x.detach().double().requires_grad_() for x in (q, k, v)]
     o, wanted = fp8_attention(q, k, v, form), exact(wide[0], wide[1], wide[2], form)
-    o.backward(do)
-    o, wanted_o = o.detach(), wanted.detach()
-    wanted.backward(do.double())
-    assert o.dtype == q.dtype
-    assert sqnr_db(o, wanted_o) > (24 if outliers else 25)
-    for x, like, least in zip((q, k, v), wide, (26, 26, 45), strict=True):
-        assert sqnr_db(grad(x), grad(like)) > least
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-def test_other_dtypes(dtype: torch.dtype):
-    q, k, v, do, form = inputs("causal, grouped", dtype=dtype)
-    wide = [x.detach().double().requires_grad_() for x in (q, k, v)]
-    o = fp8_attention(q, k, v, form)
-    o.backward(do)
-    exact(wide[0], wide[1], wide[2], form).backward(do.double())
-    assert all(grad(x).dtype == dtype for x in (q, k, v))
-    assert all(sqnr_db(grad(x), grad(like)) > 26 for x, like in zip((q, k, v), wide, strict=True))
+    assert sqnr(wanted, o) > (24 if outliers else 25)
+    found, grads = torch.autograd.grad(o, given, do), torch.autograd.grad(wanted, wide, do.double())
+    assert {x.dtype for x in (o, *found)} == {dtype}
+    for x, like, least in zip(found, grads, (26, 26, 45), strict=True):
+        assert sqnr(like, x) > least
 
 
 def test_a_key_that_is_not_finite_reaches_the_queries_that_see_it():
@@ -102,18 +83,18 @@ def test_queries_that_see_no_key_give_zeros_and_no_gradient():
     o = fp8_attention(q, k, v, form._replace(offset=-10))
     o.backward(do)
     assert (o[:, :, :10] == 0).all()
-    assert (grad(q)[:, :, :10] == 0).all()
+    assert (q.grad[:, :, :10] == 0).all()
     assert (o[:, :, 10:] != 0).any(-1).all()
 
 
 @pytest.mark.parametrize("shape", [(0, 5), (5, 0)], ids=str)
 def test_nothing_gives_nothing(shape: tuple[int, int]):
-    q, k = (torch.zeros(1, 2, rows, 64, requires_grad=True) for rows in shape)
+    q, k = (cast(Any, torch.zeros(1, 2, rows, 64, requires_grad=True)) for rows in shape)
     o = fp8_attention(q, k, k, Form(0.125))
     o.sum().backward()
     assert (o == 0).all()
-    assert (grad(q) == 0).all()
-    assert (grad(k) == 0).all()
+    assert (q.grad == 0).all()
+    assert (k.grad == 0).all()
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -121,16 +102,14 @@ def test_compiled_without_graph_break_it_is_the_same_bit_for_bit():
     q, k, v, do, form = inputs("causal, grouped")
 
     def step(run):
-        x = [x.detach().clone().requires_grad_() for x in (q, k, v)]
-        o = run(*x)
-        o.backward(do)
-        return o, *(grad(part) for part in x)
+        o = run(q, k, v)
+        return o, *torch.autograd.grad(o, (q, k, v), do)
 
     plain = step(lambda q, k, v: fp8_attention(q, k, v, form))
     compiled = torch.compile(lambda q, k, v: fp8_attention(q, k, v, form), fullgraph=True, backend="aot_eager")
-    assert all(torch.equal(a, b) for a, b in zip(step(compiled), plain, strict=True))
+    assert same(step(compiled), plain)
     again = step(lambda q, k, v: checkpoint(fp8_attention, q, k, v, form, use_reentrant=False))
-    assert all(torch.equal(a, b) for a, b in zip(again, plain, strict=True))
+    assert same(again, plain)
 
 
 @pytest.mark.parametrize(

@@ -77,15 +77,14 @@ def test_the_smallest_scale_of_fp16_is_not_lost():
 
 def test_nothing_of_the_caller_is_kept_or_handed_out():
     x = torch.randn(1, 2, 10, 4)
-    cache, seen = Fp8Cache(block=4), x.clone()
+    cache: Any = Fp8Cache(block=4)
+    seen = x.clone()
     cache.append(seen, seen)
     before = copy.deepcopy(cache)
     seen.zero_()
     for part in cache.append(x[:, :, :1], x[:, :, :1]):
         part.fill_(7.0)
     before.append(x[:, :, :1], x[:, :, :1])
-    assert cache.key is not None
-    assert before.key is not None
     assert torch.equal(cache.key, before.key)
 
 
@@ -105,6 +104,8 @@ def test_tokens_taken_back(taken: int):
     x = torch.randn(2, 3, 21, 4)
     found = kept(x, 8, 21)
     before = found.values()
+    with pytest.raises(StateError, match="22 tokens to take back, and it keeps 21 of 21"):
+        found.crop(22)
     found.crop(taken)
     assert torch.equal(found.values(), before[:, :, : 21 - taken])
     again = x[:, :, 21 - taken :]
@@ -112,13 +113,6 @@ def test_tokens_taken_back(taken: int):
     found.encode()
     # What is left of a cast block is cast once more.  Under the same power of two, as here, that changes no code.
     assert same(found, kept(x, 8, 21))
-
-
-def test_more_than_there_is_cannot_be_taken_back():
-    found = kept(torch.randn(1, 1, 5, 4), 2, 5)
-    with pytest.raises(StateError, match="6 tokens to take back, and it keeps 5 of 5"):
-        found.crop(6)
-    assert len(found) == 5
 
 
 def test_blocks_at_the_front_are_let_go():

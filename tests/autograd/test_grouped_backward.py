@@ -1,17 +1,14 @@
-"""fe.GroupedLinear against experts in NumPy (helpers/experts.py), what it keeps, and torch's grouped matmul.
-
-Tolerances: those of tests/nn/test_linear.py, for each expert's sums.
-"""
+"""fe.GroupedLinear against experts in NumPy (helpers/experts.py), what it keeps, and torch's grouped matmul."""
 
 import dataclasses
 import math
 from typing import Any
+from unittest import mock
 
-import numpy as np
 import pytest
 import torch
 from experts import SIZES, linears, run, uneven, wanted
-from support import DTYPES, FP8_RECIPES, UNIT, assert_within, spy_on, tables
+from support import DTYPES, FP8_RECIPES, assert_products, same, saved, spy_on, tables
 from torch import nn
 
 import fp8engine as fe
@@ -42,36 +39,27 @@ def layer_of(name: str, k: int = 32, n: int = 48, **options) -> GroupedLinear:
     return uneven(GroupedLinear(len(SIZES), k, n, recipe=recipe_of(name), **options))
 
 
-def bound(value, product, absolute, sums: int, dtype, rounds: bool) -> np.ndarray:
-    """tests/nn/test_linear.py's: BF16 products, FP32 sums, one rounding to dtype, scales; 1.01: errors of errors."""
-    tiny = torch.finfo(dtype).smallest_normal * UNIT[dtype]
-    rounding = rounds * 2.0**-8 * np.abs(product) + (UNIT[dtype] + 2.0**-22) * np.abs(value)
-    return 1.01 * (rounding + (sums + 2) * 2.0**-24 * absolute + tiny)
-
-
-def check(recipe: Recipe, layer: Any, dtype, sizes=SIZES) -> None:
-    ran, rounds = run(layer, sizes, dtype), recipe.output != fe.FP32
+def check(recipe: Recipe, layer: Any, dtype=torch.float32, sizes=SIZES) -> None:
+    ran = run(layer, sizes, dtype)
     _, n, k = layer.shape
-    for e, want in enumerate(wanted(recipe, layer, ran.x, ran.dy, sizes)):
-        y, dx = ran.y.split(sizes)[e], ran.x.grad.split(sizes)[e]
-        bias = layer.bias[e].detach().double().numpy()
-        assert_within(y, want.y, bound(want.y, want.y - bias, want.y_abs, k, dtype, rounds), f"y of {e}")
-        assert_within(dx, want.dx, bound(want.dx, want.dx, want.dx_abs, n, dtype, rounds), f"dx of {e}")
-        slack = bound(want.dw, want.dw, want.dw_abs, sizes[e], dtype, rounds)
-        assert_within(ran.dw[e], want.dw, slack, f"dw of {e}")
-        db_abs = ran.dy.split(sizes)[e].double().abs().sum(0).numpy()
-        assert_within(ran.db[e], want.db, bound(want.db, want.db, db_abs, sizes[e], dtype, False), f"db of {e}")
+    found = (ran.y.split(sizes), ran.x.grad.split(sizes), ran.dw, ran.db)
+    experts = wanted(recipe, layer, ran.x, ran.dy, sizes)
+    for each, want, rows in zip(zip(*found, strict=True), experts, sizes, strict=True):
+        assert_products(each, want, (rows, k, n), dtype, recipe.output != fe.FP32)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("name", RECIPES)
-def test_forward_and_gradients_are_the_products_of_the_cast_operands(name: str, dtype):
-    check(recipe_of(name), layer_of(name, 50, 33, dtype=dtype), dtype)
+CASES = [(name, dtype, (50, 33), SIZES) for name in RECIPES for dtype in DTYPES]
+CASES += [(name, torch.float32, (130, 257), SIZES) for name in RECIPES]
+CASES += [
+    (name, torch.float32, (128, 256), sizes)  # groups of whole blocks and of nothing
+    for name in ("blockwise", "squares", "rowwise", "rowwise_gw_hp", "current")
+    for sizes in ([128, 0, 256, 128], [144, 0, 0, 0], [0, 0, 0, 1])
+]
 
 
-@pytest.mark.parametrize("name", RECIPES)
-def test_wide_experts(name: str):
-    check(recipe_of(name), layer_of(name, 130, 257), torch.float32)
+@pytest.mark.parametrize(("name", "dtype", "shape", "sizes"), CASES)
+def test_forward_and_gradients_are_the_products_of_the_cast_operands(name: str, dtype, shape, sizes):
+    check(recipe_of(name), layer_of(name, *shape, dtype=dtype), dtype, sizes)
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -79,13 +67,7 @@ def test_output_in_fp32_rounds_nothing_but_the_operands(name: str):
     asked = dataclasses.replace(recipe_of(name), output=fe.FP32)
     if asked.fp8_share < 1:  # a 16-bit matmul keeps its 16-bit result
         asked = dataclasses.replace(asked, input_for_wgrad=None, grad_output_for_wgrad=None)
-    check(asked, uneven(GroupedLinear(4, 32, 48, recipe=asked)), torch.float32)
-
-
-@pytest.mark.parametrize("sizes", [[128, 0, 256, 128], [144, 0, 0, 0], [0, 0, 0, 1]], ids=str)
-@pytest.mark.parametrize("name", ["blockwise", "squares", "rowwise", "rowwise_gw_hp", "current"])
-def test_groups_of_whole_blocks_and_of_nothing(name: str, sizes: list[int]):
-    check(recipe_of(name), layer_of(name, 128, 256), torch.float32, sizes)
+    check(asked, uneven(GroupedLinear(4, 32, 48, recipe=asked)))
 
 
 @pytest.mark.parametrize("bad", [math.inf, math.nan])
@@ -101,60 +83,41 @@ def test_what_is_not_finite_stays_with_its_expert(recipe: str, bad: float):
     assert int(fe.scaling_state(ran.layer)["input"].nonfinite) == 1
 
 
-def kept(layer: nn.Module, x: torch.Tensor, sizes) -> list[torch.Tensor]:
-    """Tensors that a forward keeps for its backward, the parameters left out."""
-    found, own = [], {p.data_ptr() for p in layer.parameters()}
-    pack = lambda t: found.append(t) or t if t.data_ptr() not in own else t  # noqa: E731 - one line
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-        layer(x, sizes)
-    return found
-
-
 @pytest.mark.parametrize("turned", [False, True])
 @pytest.mark.parametrize("recipe", FP8_RECIPES)
 def test_a_byte_an_element_is_saved(recipe: str, turned: bool):
     weight = nn.Parameter(torch.randn(4, 128, 64) if turned else torch.randn(4, 64, 128))
     layer, sizes, k = GroupedLinear.of(weight, recipe=recipe, turned=turned), [130, 0, 100, 26], 128
-    size = sum(t.nbytes for t in kept(layer, torch.randn(256, k, requires_grad=True), sizes))
+    size = sum(t.nbytes for t in saved(layer, torch.randn(256, k, requires_grad=True), sizes))
     # Of x reduced along its rows: per column of each expert; per 128 rows, as many as four experts can have.
     scales = {"current": 1, "delayed": 1, "rowwise": 4 * k, "blockwise": (256 + 4 * 127) // 128 * k}
     assert size == (2 * 256 * k if recipe == "rowwise_gw_hp" else 256 * k + 4 * scales[recipe])
     layer.requires_grad_(False)
-    assert kept(layer, torch.randn(256, k, requires_grad=True), sizes) == []
+    assert saved(layer, torch.randn(256, k, requires_grad=True), sizes) == []
 
 
 @pytest.mark.parametrize("recipe", FP8_RECIPES)
 def test_backward_needs_only_what_is_asked(recipe: str):
     full = layer_of(recipe)
     ran = run(full, SIZES)
-    for wanted_by in ("x", "weight"):
-        layer = layer_of(recipe)
+    for needs, want in (("x", ran.x.grad), ("weight", ran.dw)):
+        layer: Any = layer_of(recipe)
         layer.load_state_dict(full.state_dict())
-        layer.requires_grad_(wanted_by == "weight")
-        x = ran.x.detach().clone().requires_grad_(wanted_by == "x")
+        layer.requires_grad_(needs == "weight")
+        x = ran.x.detach().clone().requires_grad_(needs == "x")
         layer(x, SIZES).backward(ran.dy)
-        found, want = (x.grad, ran.x.grad) if wanted_by == "x" else (layer.weight.grad, ran.dw)
-        assert found is not None
-        assert torch.equal(found, want)
-        assert (x.grad is None) == (wanted_by == "weight")
-        assert (layer.weight.grad is None) == (wanted_by == "x")
-
-
-def train(layer: GroupedLinear) -> None:
-    """A few steps whose inputs grow, so that delayed scaling has something to get wrong; rows move about."""
-    generator = torch.Generator().manual_seed(1)
-    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
-    for step in range(5):
-        x = torch.randn(144, 32, generator=generator) * 1.5**step
-        sizes = torch.tensor(SIZES).roll(step)
-        layer(x.requires_grad_(), sizes).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        found = {"x": x.grad, "weight": layer.weight.grad}
+        assert torch.equal(found.pop(needs), want)
+        assert [*found.values()] == [None]
 
 
 def test_delayed_scaling_predicts_and_casts_again_what_saturates():
+    """Of inputs that grow from step to step, while rows move about."""
     layer = layer_of("delayed")
-    train(layer)
+    for step in range(5):
+        layer(torch.randn(144, 32) * 1.5**step, torch.tensor(SIZES).roll(step)).square().mean().backward()
+        with torch.no_grad():
+            layer.weight.mul_(0.99)
     slots = fe.scaling_state(layer)
     assert (slots["input"].history[:4] > 0).all()
     assert int(slots["input"].recasts) == 4, "each step's input was larger than any before"
@@ -249,18 +212,16 @@ def test_forward_and_dgrad_by_torchs_grouped_matmul(name: str, bias: bool, card:
     layer = layer_of(name, bias=bias)
     ran = as_on_a_card(layer, SIZES, torch.randn(144, 32))
     assert [call["use_fast_accum"] for call in card] == [True, True], "forward and dgrad"
-    for e, want in enumerate(wanted(recipe_of(name), layer, ran.x, ran.dy, SIZES)):
-        y, dx = ran.y.split(SIZES)[e], ran.x.grad.split(SIZES)[e]
-        product = want.y - (layer.bias[e].detach().double().numpy() if layer.bias is not None else 0)
-        assert_within(y, want.y, bound(want.y, product, want.y_abs, 32, torch.float32, True), "y")
-        assert_within(dx, want.dx, bound(want.dx, want.dx, want.dx_abs, 48, torch.float32, True), "dx")
+    experts = wanted(recipe_of(name), layer, ran.x, ran.dy, SIZES)
+    for y, dx, want, rows in zip(ran.y.split(SIZES), ran.x.grad.split(SIZES), experts, SIZES, strict=True):
+        assert_products((y, dx, None, None), want, (rows, 32, 48), torch.float32, True)
     assert fe.inspect(layer).layers[0]["backend"] == "cublas"
 
 
 @pytest.mark.parametrize("name", ["current", "blockwise", "squares"])
 def test_what_torchs_grouped_matmul_does_not_take_goes_expert_by_expert(name: str, card: list):
     with fe.backend("cublas" if name == "current" else "reference"):
-        check(recipe_of(name), layer_of(name), torch.float32)
+        check(recipe_of(name), layer_of(name))
     assert len(card) == (name == "current"), "E5M2 gradients, scales along K: its forward only"
 
 
@@ -275,34 +236,27 @@ def test_unaligned_experts_go_one_by_one(shape, card: list):
 
 @pytest.mark.parametrize("name", ["rowwise_gw_hp", "bf16"])
 def test_a_step_does_not_wait_for_the_card(name: str, card: list, request: pytest.FixtureRequest):
-    layer = layer_of(name, bias=name == "bf16")
-    x = torch.randn(144, 32)
-    torch.manual_seed(1)
-    want = as_on_a_card(layer, torch.tensor(SIZES), x.clone())
-    layer.zero_grad()
-    request.getfixturevalue("on_card")
-    torch.manual_seed(1)
-    found = as_on_a_card(layer, torch.tensor(SIZES), x.clone())
-    assert torch.equal(found.y, want.y)
-    assert torch.equal(found.x.grad, want.x.grad)
-    assert torch.equal(found.dw, want.dw)
+    layer, x, found = layer_of(name, bias=name == "bf16"), torch.randn(144, 32), []
+    for fixture in ("card", "on_card"):
+        request.getfixturevalue(fixture)
+        layer.zero_grad()
+        torch.manual_seed(1)
+        ran = as_on_a_card(layer, torch.tensor(SIZES), x.clone())
+        found.append([ran.y, ran.x.grad, ran.dw])
+    assert same(*found)
     for wrong in ([5, 0, 130, 8], [5, -1, 131, 9]):
-        with (
-            fe.backend("cublas"),
-            pytest.raises(RuntimeError, match="are negative, or do not sum to the number"),
-        ):
+        with fe.backend("cublas"), pytest.raises(RuntimeError, match="are negative, or do not sum to the number"):
             layer(x, torch.tensor(wrong))
 
 
 def test_a_backward_runs_where_its_forward_was_asked_to(monkeypatch: pytest.MonkeyPatch):
-    ran, matmul = [], scaled_mm.matmul
-    monkeypatch.setattr(scaled_mm, "matmul", lambda *args, **more: ran.append(1) or matmul(*args, **more))
-    layer, x = layer_of("rowwise"), torch.randn(144, 32, requires_grad=True)
+    ran = mock.Mock(side_effect=scaled_mm.matmul)
+    monkeypatch.setattr(scaled_mm, "matmul", ran)
     with fe.backend("cublas"):
-        y = layer(x, SIZES)
-    assert len(ran) == 3, "one of the four experts has no rows"
+        y = layer_of("rowwise")(torch.randn(144, 32, requires_grad=True), SIZES)
+    assert ran.call_count == 3, "one of the four experts has no rows"
     y.sum().backward()
-    assert len(ran) == 9
+    assert ran.call_count == 9
 
 
 @pytest.mark.usefixtures("on_card")
@@ -314,12 +268,14 @@ def test_inference_per_tensor_does_not_wait_for_the_card(card: list):
 
 
 def test_a_card_without_it_says_why():
-    cpu, codes = torch.device("cpu"), torch.zeros(32, 32).to(torch.float8_e4m3fn)
-    assert not scaled_grouped.has_scaled_grouped(cpu)
-    one = torch.ones(())
-    operand = lambda data=codes, scale=one, rows=-1: Operand(data, scale, rows, -1)  # noqa: E731 - for brevity
-    assert scaled_grouped.ungroupable(operand(), operand(), 2) is None
-    assert "E4M3" in str(scaled_grouped.ungroupable(operand(codes.view(torch.float8_e5m2)), operand(), 2))
-    assert "per row" in str(scaled_grouped.ungroupable(operand(scale=torch.ones(1, 1), rows=32), operand(), 2))
-    assert "multiples of 16" in str(scaled_grouped.ungroupable(operand(), operand(), 4))
-    assert "no rows" in str(scaled_grouped.ungroupable(operand(codes[:0]), operand(), 2))
+    codes = torch.zeros(32, 32).to(torch.float8_e4m3fn)
+    plain = Operand(codes, torch.ones(()), -1, -1)
+    assert not scaled_grouped.has_scaled_grouped(torch.device("cpu"))
+    for one, experts, why in (
+        (plain, 2, "None"),
+        (plain._replace(data=codes.view(torch.float8_e5m2)), 2, "E4M3"),
+        (plain._replace(scale=torch.ones(1, 1), rows=32), 2, "per row"),
+        (plain, 4, "multiples of 16"),
+        (plain._replace(data=codes[:0]), 2, "no rows"),
+    ):
+        assert why in str(scaled_grouped.ungroupable(one, plain, experts))

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from fp8engine.autograd.features import EXCLUDED, NAMES, why_excluded
-from tests.helpers.support import FP8_RECIPES, converted
+from tests.helpers.support import FP8_RECIPES, converted, same, saved
 
 
 class Siblings(nn.Module):
@@ -19,32 +19,25 @@ class Siblings(nn.Module):
         return self.q(x) + self.k(x)
 
 
-def step(recipe: str, x: torch.Tensor, share: bool) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """(x's and k's gradients, what is saved of x's size)."""
+def step(recipe: str, x: torch.Tensor, share: bool) -> tuple[list[torch.Tensor], list[torch.dtype]]:
+    """(x's and k's gradients, the dtypes of what is saved of x's size)."""
     torch.manual_seed(0)
     model = converted(nn.Sequential(Siblings()), recipe)
-    model[0].q.weight.requires_grad_(False)
+    q, k = model[0].q, model[0].k
+    q.weight.requires_grad_(False)
     if not share:
-        model[0].k.register_forward_pre_hook(lambda layer, given: (given[0].clone(),))
-    saved: list[torch.Tensor] = []
-    x = x.clone().requires_grad_()
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
-        y = model(x)
-    y.sin().sum().backward()
-    assert x.grad is not None
-    return [x.grad, model[0].k.weight.grad], [t for t in saved if t.numel() == x.numel()]
+        k.register_forward_pre_hook(lambda layer, given: (given[0].clone(),))
+    grads = torch.autograd.grad(model(x).sin().sum(), [x, k.weight])
+    return list(grads), [t.dtype for t in saved(model, x) if t.numel() == x.numel()]
 
 
 @pytest.mark.parametrize("recipe", FP8_RECIPES)
 def test_what_is_kept_until_backward_is_codes_whoever_has_cast_before(recipe: str):
-    x = torch.randn(70, 160)
-    shared, apart = (step(recipe, x, share) for share in (True, False))
-    for mine, other in zip(shared[0], apart[0], strict=True):
-        assert torch.equal(mine, other)
-    kept = [t.dtype for t in shared[1]]
-    assert kept == [t.dtype for t in apart[1]]
-    if recipe != "rowwise_gw_hp":  # whose wgrad is in 16 bits
-        assert kept == [torch.float8_e4m3fn]
+    x = torch.randn(70, 160, requires_grad=True)
+    (shared, kept), (apart, wanted) = (step(recipe, x, share) for share in (True, False))
+    assert same(shared, apart)
+    assert kept == wanted
+    assert recipe == "rowwise_gw_hp" or kept == [torch.float8_e4m3fn], "whose wgrad is in 16 bits"
 
 
 def test_a_tensors_operands_are_found_by_the_text_of_their_cast():

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from chains import chain, storing
-from support import converted
+from support import converted, sqnr
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -236,22 +236,14 @@ def test_reading_alone_leaves_the_codes_to_the_next_layer():
     assert fe.inspect(model).layers[1]["input"]["ready"] == 2  # the second of the warm steps, and this
 
 
-def test_printed_it_is_the_ordinary_tensor():
+def test_printed_and_refused_it_is_an_ordinary_tensor():
     h = chain(sizes=(20, 50, 30)).up(torch.randn(6, 20))
     assert repr(h.detach()) == repr(h.dequantize().detach())
     assert repr(h).startswith("tensor([[")
     assert "grad_fn" in repr(h)
-
-
-def test_numpy_of_what_has_a_gradient_is_refused_as_torch_refuses_it():
-    h = chain(sizes=(20, 50, 30)).up(torch.randn(6, 20))
     with pytest.raises(RuntimeError, match="requires grad"):
         h.numpy()
     assert np.array_equal(h.numpy(force=True), h.dequantize().detach().numpy())
-
-
-def test_data_of_another_shape_is_refused():
-    h = chain(sizes=(20, 50, 30)).up(torch.randn(6, 20))
     with pytest.raises(fe.errors.ShapeError, match=r"\[6, 50\].*\[50, 6\]"):
         h.data = torch.ones(50, 6)
 
@@ -277,12 +269,9 @@ def test_a_model_that_writes_between_its_layers_trains_as_it_does_with_ordinary_
             y = model(x)
             y.square().sum().backward()
     for stored, plain in zip(models[0].parameters(), models[1].parameters(), strict=True):
-        assert stored.grad is not None
-        assert plain.grad is not None
-        noise = (stored.grad - plain.grad).square().sum() / plain.grad.square().sum()
         # Values that differ by an E4M3 cast, 31.5 dB, are rounded anew everywhere.  Two E5M2 casts of gradients lie
         # above the first layer, 25.6 dB each in both models: 25.6 - 6 = 19.6 dB, and 2 dB for small matrices.
-        assert noise < 10**-1.76
+        assert sqnr(plain.grad, stored.grad) > 17.6
     assert in_fp8 == [False, False, *[True, False] * 3]  # the first step finds the scales
     assert len(arrays) == 8
 
@@ -294,12 +283,10 @@ def test_a_model_that_writes_between_its_layers_trains_as_it_does_with_ordinary_
     [lambda h: F.relu(h, inplace=True) * h, lambda h: h.view(-1).mul_(2).sum() * h, lambda h: h * h],
     ids=["relu", "view", "read"],
 )
-def test_a_compiled_function_writes_into_it(compiled):
-    torch._dynamo.reset()
+def test_a_compiled_function_writes_into_it(compiled, fresh):
     model = chain(sizes=(20, 50, 30))
     h, ordinary = stored_and_ordinary(model)
     want = compiled(ordinary)
     found = torch.compile(compiled, backend="aot_eager", fullgraph=True)(h)
     assert_same_bits(found, want, [model.up.weight])
     assert torch.equal(h.dequantize(), ordinary)
-    torch._dynamo.reset()

@@ -6,8 +6,7 @@ import pytest
 import torch
 from casts import assert_same, bits
 from chains import Chain, chain, storing
-from support import DTYPES, converted, same, spy_on, sqnr, state_of
-from torch.utils.checkpoint import checkpoint
+from support import DTYPES, converted, saved, spy_on, sqnr, state_of
 
 import fp8engine as fe
 from fp8engine.ops import casts, matmul, reference
@@ -18,13 +17,8 @@ from fp8engine.ops.tensor import Float8Tensor
 def gradients(model: Chain, x: torch.Tensor, dy: torch.Tensor) -> list[torch.Tensor]:
     """y, dx and the gradients of all parameters."""
     x = x.detach().requires_grad_()
-    model.zero_grad()
     y = model(x)
-    y.backward(dy)
-    assert x.grad is not None
-    found = [y.detach(), x.grad, *(p.grad for p in model.parameters() if p.grad is not None)]
-    assert len(found) == 2 + len(list(model.parameters()))
-    return found
+    return [y.detach(), *torch.autograd.grad(y, [x, *model.parameters()], dy)]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -38,13 +32,10 @@ def test_values_and_gradients_of_a_chain_are_those_of_float64(rows, bias: bool, 
     plain.load_state_dict(model.state_dict())
     # Two E4M3 operands leave 28.5 dB, an E5M2 gradient 24.5 (test_linear.py); y has two casts of activations and two
     # of weights between it and x: 31.5 - 6 = 25.5; dx two gradients and two weights: 22.  2 dB for small matrices.
-    least = {0: 23.5, 1: 20.0}
-    for i, (want, found) in enumerate(
-        zip(gradients(plain, x.double(), dy.double()), gradients(model, x, dy), strict=True)
-    ):
-        assert found.dtype == dtype
-        assert found.shape == want.shape
-        assert sqnr(want, found) > least.get(i, 20.0), f"result {i}: {sqnr(want, found):.1f} dB"
+    wanted = gradients(plain, x.double(), dy.double())
+    for i, (want, found) in enumerate(zip(wanted, gradients(model, x, dy), strict=True)):
+        assert (found.dtype, found.shape) == (dtype, want.shape)
+        assert sqnr(want, found) > (20.0 if i else 23.5), f"result {i}: {sqnr(want, found):.1f} dB"
 
 
 @pytest.mark.parametrize("format", [fe.E4M3, fe.E5M2], ids=str)
@@ -81,16 +72,11 @@ def test_the_first_step_is_in_16_bits_and_the_second_under_its_amax():
 
 def test_the_reader_saves_the_codes_that_the_producer_wrote_and_nothing_else():
     model = chain(bias=False)
-    x = torch.randn(64, 40)
-    saved: list[torch.Tensor] = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
-        h = model.up(x)
-        before = len(saved)
-        model.down(h)
+    h = model.up(torch.randn(64, 40))
     assert isinstance(h, Float8Tensor)
-    middle = [t for t in saved[before:] if t.dim() and t is not model.down.weight]
-    assert [t.numel() * t.element_size() for t in middle] == [64 * 50]  # one byte an element
-    assert middle[0].untyped_storage().data_ptr() == h.operand().data.untyped_storage().data_ptr()
+    (middle,) = (t for t in saved(model.down, h) if t.dim())
+    assert middle.nbytes == 64 * 50  # one byte an element
+    assert middle.untyped_storage().data_ptr() == h.operand().data.untyped_storage().data_ptr()
 
 
 def test_the_readers_slot_takes_amax_and_scale_over_without_a_pass_over_memory(monkeypatch: pytest.MonkeyPatch):
@@ -121,13 +107,6 @@ def test_two_readers_and_a_residual_add_their_gradients():
     assert sqnr(want.expand(9, 50), h.grad) > 27
 
 
-def test_a_checkpoint_between_producer_and_reader():
-    model, x, dy = chain(), torch.randn(16, 40), torch.randn(16, 30)
-    want = gradients(model, x, dy)
-    model.forward = lambda x: checkpoint(model.down, model.up(x), use_reentrant=False)
-    assert same(gradients(model, x, dy)[1:], want[1:])
-
-
 def test_autocast_names_the_dtype_of_what_is_stored():
     model = chain()
     with torch.autocast("cpu", torch.bfloat16):
@@ -140,71 +119,35 @@ def test_autocast_names_the_dtype_of_what_is_stored():
     assert model.up.weight.grad.dtype == torch.float32
 
 
-def test_evaluation_uses_the_last_scale_and_records_nothing():
-    model = chain()
-    before = fe.scaling_state(model)["up.output"]
-    with torch.no_grad():
-        h = model.up(torch.full((4, 40), 100.0))
-    after = fe.scaling_state(model)["up.output"]
-    assert isinstance(h, Float8Tensor)
-    assert (after.amax, after.scale) == (before.amax, before.scale)
-    assert after.saturated > before.saturated
-
-
 def test_what_was_stored_keeps_its_scale_when_the_next_step_begins():
     model = chain()
     x = torch.randn(8, 40)
     h = model.up(x)
     want = h.dequantize().detach()
-    model.down(h).sum().backward(retain_graph=True)
-    assert model.down.weight.grad is not None
-    first = model.down.weight.grad.clone()
+    (first,) = torch.autograd.grad(model.down(h).sum(), model.down.weight, retain_graph=True)
     model(100 * x).sum().backward()
     state_of(model).begin_step()
     assert model.up(x).scale > 50 * h.scale
     assert torch.equal(h.dequantize(), want)
-    model.zero_grad()
-    model.down.zero_grad()
-    y = model.down(h)
-    y.sum().backward()
-    assert sqnr(first, model.down.weight.grad) > 40
+    assert sqnr(first, torch.autograd.grad(model.down(h).sum(), model.down.weight)[0]) > 40
 
 
-def test_other_plans_dequantise_and_say_so():
-    x = torch.randn(32, 40)
-    for recipe, told in [
-        ("rowwise", "it casts per row, not per tensor"),
-        ("blockwise", "it casts per 1x128 block, not per tensor"),
-        ("bf16", "its forward is in 16 bits"),
-    ]:
-        model = chain(recipe)
-        want = model.up(x).dequantize().double() @ model.down.weight.double().t() + model.down.bias.double()
-        assert sqnr(want, model(x)) > 27
-        layer = fe.inspect(model).layers[1]
-        assert layer["input"]["dequantised"] == {told: 2}  # the second of the two warm steps, and this
-        assert f"2 inputs in FP8 were dequantised: {told}" in layer["reason"]
+PLANS = [
+    ("rowwise", fe.E4M3, "it casts per row, not per tensor"),
+    ("blockwise", fe.E4M3, "it casts per 1x128 block, not per tensor"),
+    ("bf16", fe.E4M3, "its forward is in 16 bits"),
+    ("current", fe.E5M2, "Tensor Cores do not multiply E5M2 by E5M2"),  # of a gradient
+]
 
 
-def test_e5m2_by_an_e5m2_gradient_is_dequantised():
-    model = chain(up=storing(format=fe.E5M2))
-    model(torch.randn(8, 40)).sum().backward()
-    (why,) = fe.inspect(model).layers[1]["input"]["dequantised"]
-    assert why == "Tensor Cores do not multiply E5M2 by E5M2"
-
-
-def test_codes_along_rows_are_read_by_a_plan_of_rows():
-    layer = fe.Linear(64, 32, recipe="rowwise")
-    cast = fe.Cast(fe.E4M3, fe.PerRow(), power_of_2=True)
-    x = torch.randn(4, 8, 64)
-    y = layer(fe.quantize(x, cast))
-    assert torch.equal(y, layer(x))
-    y.sum().backward()
-    assert layer.weight.grad is not None
-    found = layer.weight.grad.clone()
-    layer.zero_grad()
-    layer(x).sum().backward()
-    assert sqnr(layer.weight.grad, found) > 27  # cast twice, along rows and then along columns
-    assert fe.inspect(layer).layers[0]["input"]["ready"] == 1
+@pytest.mark.parametrize(("recipe", "format", "told"), PLANS, ids=lambda value: str(value)[:12])
+def test_other_plans_dequantise_and_say_so(recipe: str, format, told: str):
+    model, x = chain(recipe, up=storing(format=format)), torch.randn(32, 40)
+    want = model.up(x).dequantize().double() @ model.down.weight.double().t() + model.down.bias.double()
+    assert sqnr(want, model(x)) > 27
+    layer = fe.inspect(model).layers[1]
+    assert layer["input"]["dequantised"] == {told: 2}  # the second of the two warm steps, and this
+    assert f"2 inputs in FP8 were dequantised: {told}" in layer["reason"]
 
 
 def test_a_recipe_cannot_store_what_it_cannot_scale():
@@ -227,3 +170,32 @@ def test_fixed_recipes_have_no_slot_for_their_outputs():
     assert state_of(model).live_2S.shape[1] == 6
     assert "up.output" not in list(fe.scaling_state(model))
     assert fe.inspect(model).layers[0]["output"]["format"] == "float32"
+
+
+def test_a_compiled_model_stores_16_bits_and_says_so(fresh):
+    model = converted(Chain(), overrides={"up": storing()})
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    x = torch.randn(16, 40)
+    for _ in range(3):
+        y = compiled(x)
+        y.sum().backward()
+    want = x.double() @ model.up.weight.double().t() + model.up.bias.double()
+    want = want @ model.down.weight.double().t() + model.down.bias.double()
+    assert sqnr(want, y) > 23.5  # two casts of activations and two of weights: 31.5 - 6 dB, less 2 for small matrices
+    output = fe.inspect(model).layers[0]["output"]
+    assert (output["format"], output["reason"]) == ("float32", "torch.compile: a graph stores 16 bits")
+
+
+# torch 2.13's Dynamo looks at .grad of a graph's input, which is no leaf.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+def test_a_compiled_layer_reads_what_eager_code_stored(fresh):
+    model, x = chain(), torch.randn(16, 40)
+    h = model.up(x)
+    assert isinstance(h, Float8Tensor)
+    want = model.down(h.dequantize().detach())
+    (wanted,) = torch.autograd.grad(model.down(h).square().sum(), model.up.weight)
+    model.down.compile(backend="aot_eager")
+    y = model.down(model.up(x))
+    assert sqnr(want, y) > 35  # the same casts but for a scale 2^-8 apart
+    (grad,) = torch.autograd.grad(y.square().sum(), model.up.weight)
+    assert sqnr(wanted, grad) > 20

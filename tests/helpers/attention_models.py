@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import tiny_models
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -37,6 +38,13 @@ class Model(nn.Module):
         """x [batch, T, 128]."""
         x = x + self.first(x)
         return x + self.second(x)
+
+
+def llama(**options: Any) -> nn.Module:
+    """One block of transformers, whose heads FP8 attention takes."""
+    torch.manual_seed(0)
+    size = {"hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 1, "num_attention_heads": 2}
+    return tiny_models.llama(**{"num_key_value_heads": 2, **size, "max_position_embeddings": 64, **options})
 
 
 def x_of(rows: int = 70) -> torch.Tensor:

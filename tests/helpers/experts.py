@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from support import Products, dequantised, turned
+from support import Products, dequantised, multiplied, turned
 
 import fp8engine as fe
 from fp8engine.nn.grouped import GroupedLinear
@@ -33,21 +33,11 @@ def wanted(recipe: Recipe, layer: GroupedLinear, x: torch.Tensor, dy: torch.Tens
     w_x = cast_of_each(list(w), recipe.weight_for_dgrad or turned(recipe.weight))
     dy_w = of_rows(dy, recipe.grad_output_for_wgrad or turned(recipe.grad_output))
     x_w = of_rows(x, recipe.input_for_wgrad or turned(recipe.input))
-    found = []
-    for e, rows in enumerate(dy.split(sizes)):
-        bias = 0.0 if layer.bias is None else layer.bias[e].detach().double().numpy()
-        found.append(
-            Products(
-                x_y[e] @ w_y[e].T + bias,
-                dy_x[e] @ w_x[e],
-                dy_w[e].T @ x_w[e],
-                rows.double().sum(0).numpy(),
-                np.abs(x_y[e]) @ np.abs(w_y[e].T),
-                np.abs(dy_x[e]) @ np.abs(w_x[e]),
-                np.abs(dy_w[e].T) @ np.abs(x_w[e]),
-            )
-        )
-    return found
+    bias = [None] * len(sizes) if layer.bias is None else layer.bias
+    return [
+        multiplied((x_y[e], w_y[e].T), (dy_x[e], w_x[e]), (dy_w[e].T, x_w[e]), bias[e], rows)
+        for e, rows in enumerate(dy.split(sizes))
+    ]
 
 
 class Ran(NamedTuple):

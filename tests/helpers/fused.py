@@ -175,3 +175,18 @@ def assert_equal(found: dict, wanted: dict, but: tuple[str, ...] = ()) -> None:
 def assert_same_tables(one: nn.Module, other: nn.Module) -> None:
     for name, a, b in zip(("history", "live", "counts"), tables(one), tables(other), strict=True):
         assert torch.equal(a, b), f"{name}:\n{a}\n{b}"
+
+
+def assert_as_apart(model: Model, rows, memory: Memory = MEMORIES[0], root: bool = False) -> tuple[Model, Model]:
+    """Over a few steps, of so many rows each, the fused model computes, records and counts what its pieces do.
+
+    root: of a model that shares the cast of what several layers read.  Returns (fused, in pieces).
+    """
+    one, other = like(model, model.call, memory), like(model, apart)
+    for each in (one, other) if root else ():
+        with_root(each)
+    k, widths = model.layers[0].in_features, [layer.out_features for layer in model.layers]
+    for x, dys in batches(rows, k, widths[-1:] if model.kind else widths, model.layers[0].weight.dtype):
+        assert_equal(train(one, x, dys), train(other, x, dys))
+        assert_same_tables(one, other)
+    return one, other

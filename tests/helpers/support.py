@@ -42,7 +42,10 @@ UNIT = {
 
 
 class Products(NamedTuple):
-    """A Linear's results, float64, and for each the sum of |products|, which bounds the error of summing in FP32."""
+    """A Linear's results, float64, and for each the sum of |products|, which bounds the error of summing in FP32.
+
+    straight: y before the bias.
+    """
 
     y: np.ndarray
     dx: np.ndarray
@@ -51,6 +54,8 @@ class Products(NamedTuple):
     y_abs: np.ndarray
     dx_abs: np.ndarray
     dw_abs: np.ndarray
+    db_abs: np.ndarray
+    straight: np.ndarray
 
 
 def converted(model: nn.Module, recipe: str | Recipe = "current", **options) -> Any:
@@ -132,15 +137,16 @@ def products(recipe: Recipe, x: torch.Tensor, w: torch.Tensor, b: torch.Tensor, 
     dy_x, w_x = dequantised(dy, recipe.grad_output), dequantised(w, recipe.weight_for_dgrad or turned(recipe.weight))
     dy_w = dequantised(dy, recipe.grad_output_for_wgrad or turned(recipe.grad_output))
     x_w = dequantised(x, recipe.input_for_wgrad or turned(recipe.input))
-    return Products(
-        x_y @ w_y.T + b.detach().double().numpy(),
-        dy_x @ w_x,
-        dy_w.T @ x_w,
-        dy.double().sum(0).numpy(),
-        np.abs(x_y) @ np.abs(w_y.T),
-        np.abs(dy_x) @ np.abs(w_x),
-        np.abs(dy_w.T) @ np.abs(x_w),
-    )
+    return multiplied((x_y, w_y.T), (dy_x, w_x), (dy_w.T, x_w), b, dy)
+
+
+def multiplied(forward, dgrad, wgrad, b: torch.Tensor | None, dy: torch.Tensor) -> Products:
+    """The three matmuls of pairs of matrices that are cast."""
+    pairs = (forward, dgrad, wgrad)
+    y, dx, dw = (one @ other for one, other in pairs)
+    y_abs, dx_abs, dw_abs = (np.abs(one) @ np.abs(other) for one, other in pairs)
+    db, db_abs = (each.double().sum(0).numpy() for each in (dy, dy.double().abs()))
+    return Products(y + (0 if b is None else b.detach().double().numpy()), dx, dw, db, y_abs, dx_abs, dw_abs, db_abs, y)
 
 
 def exact(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor, dy: torch.Tensor) -> Products:
@@ -177,6 +183,17 @@ def bound(
         + (UNIT[dtype] + 2.0**-22) * np.abs(value)
         + tiny
     )
+
+
+def assert_products(found: Any, want: Products, shape: tuple[int, int, int], dtype, rounds: bool) -> None:
+    """(y, dx, dw, db) of a layer, of shape M, K, N, are its products within `bound`; None: there is none."""
+    m, k, n = shape
+    terms = (want.straight, want.y_abs, k), (want.dx, want.dx_abs, n), (want.dw, want.dw_abs, m)
+    terms += ((np.zeros(n), want.db_abs, m),)  # sums of dy alone, which is rounded before
+    for name, each, (before_bias, absolute, sums) in zip(("y", "dx", "dw", "db"), found, terms, strict=True):
+        if each is not None:
+            value = getattr(want, name)
+            assert_within(each, value, bound(value, before_bias, absolute, sums, dtype, rounds), name)
 
 
 class Block(nn.Module):
@@ -221,7 +238,7 @@ def train(model: nn.Module, forward=None, steps: int = 4, rows=(24,), width: int
     return losses
 
 
-def saved(model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
+def saved(model: nn.Module, *given: Any) -> list[torch.Tensor]:
     """Tensors that a forward keeps for its backward, parameters left out; once for each time they are kept."""
     kept = []
     own = {p.data_ptr() for p in model.parameters()}
@@ -232,7 +249,7 @@ def saved(model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
         return t
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-        model(x)
+        model(*given)
     return kept
 
 

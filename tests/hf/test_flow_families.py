@@ -10,11 +10,22 @@ from support import converted, same, tables
 
 from fp8engine.convert.select import linear_layers
 from fp8engine.report import flow
-from fp8engine.report.flow import Consumer, Flow, Layer
+from fp8engine.report.flow import Consumer, Flow
 
-ATTENTION = ("softmax", "attention")
-ADD = ("residual", "aten.add")
-LOSS = (("loss", "aten.nll_loss_forward"), ("output", "logits"))
+Reads = tuple[tuple[str, str], ...]
+SOFTMAX: Reads = (("softmax", "attention"),)
+ATTENTION: Reads = (("attention", "attention"),)
+ADD: Reads = (("residual", "aten.add"),)
+PRODUCT: Reads = (("activation", "aten.mul"),)
+LOSS: Reads = (("loss", "aten.nll_loss_forward"), ("output", "logits"))
+
+
+def norm(name: str) -> Reads:
+    return (("norm", name),)
+
+
+def act(name: str) -> Reads:
+    return (("activation", name),)
 
 
 def recorded(family: str) -> Flow:
@@ -22,121 +33,102 @@ def recorded(family: str) -> Flow:
     return flow.record(row.build(), row.batch())
 
 
-def plain(consumers: tuple[Consumer, ...]) -> tuple[tuple[str, str], ...]:
+def plain(consumers: tuple[Consumer, ...]) -> Reads:
+    """Kinds and names."""
     return tuple((consumer.kind, consumer.name) for consumer in consumers)
 
 
-def reads(layer: Layer) -> tuple:
-    """(what made the input, what reads the output), kinds and names."""
-    return plain(layer.producer), plain(layer.consumers)
+def siblings(block: str, names: str, made_by: Reads, read_by: Reads) -> dict[str, tuple]:
+    """Layers that read one tensor."""
+    every = {f"{block}.{name}" for name in names.split()}
+    return {name: (made_by, read_by, every - {name}) for name in every}
 
 
-def test_llama():
-    layers = recorded("llama").layers
-    block = "model.layers.1"
-    for name, others in (("q", "kv"), ("k", "qv"), ("v", "qk")):  # q and k through rotary positions
-        layer = layers[f"{block}.self_attn.{name}_proj"]
-        assert reads(layer) == ((("norm", f"{block}.input_layernorm"),), (ATTENTION,))
-        assert layer.consumers[0].where == f"{block}.self_attn"
-        assert set(layer.shares_input_with) == {f"{block}.self_attn.{other}_proj" for other in others}
-    assert reads(layers[f"{block}.self_attn.o_proj"]) == ((("attention", "attention"),), (ADD,))
-    norm = (("norm", f"{block}.post_attention_layernorm"),)
-    gate, up, down = (layers[f"{block}.mlp.{name}_proj"] for name in ("gate", "up", "down"))
-    assert reads(gate) == (norm, (("activation", f"{block}.mlp.act_fn"),))
-    assert reads(up) == (norm, (("activation", "aten.mul"),))
-    assert up.shares_input_with == (f"{block}.mlp.gate_proj",)
-    assert reads(down) == ((("activation", "aten.mul"),), (ADD,))
-    assert reads(layers["lm_head"]) == ((("norm", "model.norm"),), LOSS)
-    assert {layer.calls for layer in layers.values()} == {1}
+LLAMA, GPT2, BERT = "model.layers.1", "transformer.h.0", "bert.encoder.layer.1"
+VIT, T5, MOE = "vit.layers.0", "encoder.block.0.layer.1.DenseReluDense", "model.layers.0.mlp"
+CROSS, OTHER = (f"decoder.block.{i}.layer.1.EncDecAttention" for i in (1, 0))
+POOLED = act("bert.pooler.activation")
+BEFORE_MLP = norm(f"{LLAMA}.post_attention_layernorm")
+AT_EXPERTS = norm("model.layers.0.post_attention_layernorm")
+# Of a layer: what made its input, what reads its result, and if it is looked at, who reads the input too.
+WANTED: dict[str, dict[str, tuple]] = {
+    "llama": {  # q and k through rotary positions
+        **siblings(f"{LLAMA}.self_attn", "q_proj k_proj v_proj", norm(f"{LLAMA}.input_layernorm"), SOFTMAX),
+        f"{LLAMA}.self_attn.o_proj": (ATTENTION, ADD),
+        f"{LLAMA}.mlp.gate_proj": (BEFORE_MLP, act(f"{LLAMA}.mlp.act_fn"), {f"{LLAMA}.mlp.up_proj"}),
+        f"{LLAMA}.mlp.up_proj": (BEFORE_MLP, PRODUCT, {f"{LLAMA}.mlp.gate_proj"}),
+        f"{LLAMA}.mlp.down_proj": (PRODUCT, ADD),
+        "lm_head": (norm("model.norm"), LOSS),
+    },
+    "gpt2": {
+        f"{GPT2}.attn.c_attn": (norm(f"{GPT2}.ln_1"), SOFTMAX),
+        f"{GPT2}.attn.c_proj": (ATTENTION, ADD),
+        f"{GPT2}.mlp.c_fc": (norm(f"{GPT2}.ln_2"), act(f"{GPT2}.mlp.act")),
+        f"{GPT2}.mlp.c_proj": (act(f"{GPT2}.mlp.act"), ADD),
+        "lm_head": (norm("transformer.ln_f"), LOSS),
+    },
+    "bert": {
+        **siblings(f"{BERT}.attention.self", "query key value", norm("bert.encoder.layer.0.output.LayerNorm"), SOFTMAX),
+        f"{BERT}.attention.output.dense": (ATTENTION, ADD),
+        f"{BERT}.intermediate.dense": (
+            norm(f"{BERT}.attention.output.LayerNorm"),
+            act(f"{BERT}.intermediate.intermediate_act_fn"),
+        ),
+        f"{BERT}.output.dense": (act(f"{BERT}.intermediate.intermediate_act_fn"), ADD),
+        "classifier": (POOLED, LOSS),
+    },
+    "vit": {
+        **siblings(f"{VIT}.attention", "q_proj k_proj v_proj", norm(f"{VIT}.layernorm_before"), SOFTMAX),
+        f"{VIT}.attention.o_proj": (ATTENTION, ADD),
+        f"{VIT}.mlp.fc1": (norm(f"{VIT}.layernorm_after"), act(f"{VIT}.mlp.activation_fn")),
+        f"{VIT}.mlp.fc2": (act(f"{VIT}.mlp.activation_fn"), ADD),
+        "classifier": (norm("vit.layernorm"), LOSS),
+    },
+    "t5": {
+        f"{CROSS}.q": (norm("decoder.block.1.layer.1.layer_norm"), SOFTMAX, set()),
+        f"{CROSS}.k": (norm("encoder.final_layer_norm"), SOFTMAX, {f"{OTHER}.k", f"{OTHER}.v", f"{CROSS}.v"}),
+        f"{CROSS}.v": (norm("encoder.final_layer_norm"), SOFTMAX),
+        f"{T5}.wi": (norm("encoder.block.0.layer.1.layer_norm"), act(f"{T5}.act")),
+        f"{T5}.wo": (act(f"{T5}.act"), ADD),
+        "lm_head": (norm("decoder.final_layer_norm"), LOSS),
+    },
+    "mixtral": {
+        f"{MOE}.gate": (AT_EXPERTS, (("softmax", "softmax"),)),
+        f"{MOE}.experts.gate_up_proj": (AT_EXPERTS, act(f"{MOE}.experts.act_fn")),
+        f"{MOE}.experts.down_proj": (act(f"{MOE}.experts.act_fn"), PRODUCT),
+    },
+}
 
 
-def test_gpt2():
-    layers = recorded("gpt2").layers
-    block = "transformer.h.0"
-    assert reads(layers[f"{block}.attn.c_attn"]) == ((("norm", f"{block}.ln_1"),), (ATTENTION,))
-    assert reads(layers[f"{block}.attn.c_proj"]) == ((("attention", "attention"),), (ADD,))
-    activation = (("activation", f"{block}.mlp.act"),)
-    assert reads(layers[f"{block}.mlp.c_fc"]) == ((("norm", f"{block}.ln_2"),), activation)
-    assert reads(layers[f"{block}.mlp.c_proj"]) == (activation, (ADD,))
-    assert reads(layers["lm_head"]) == ((("norm", "transformer.ln_f"),), LOSS)
+@pytest.mark.parametrize("family", WANTED)
+def test_who_makes_and_reads_each_layers_tensors(family: str):
+    layers = recorded(family).layers
+    for name, (made_by, read_by, *shared) in WANTED[family].items():
+        found = layers[name]
+        assert (plain(found.producer), plain(found.consumers)) == (made_by, read_by), name
+        assert [set(found.shares_input_with)] * len(shared) == shared, name
+    assert family != "llama" or {layer.calls for layer in layers.values()} == {1}
 
 
-def test_bert():
-    layers = recorded("bert").layers
-    block = "bert.encoder.layer.1"
-    before = (("norm", "bert.encoder.layer.0.output.LayerNorm"),)
-    for name in ("query", "key", "value"):
-        assert reads(layers[f"{block}.attention.self.{name}"]) == (before, (ATTENTION,))
-    assert layers[f"{block}.attention.self.value"].shares_input_with == (
-        f"{block}.attention.self.query",
-        f"{block}.attention.self.key",
-    )
-    assert reads(layers[f"{block}.attention.output.dense"]) == ((("attention", "attention"),), (ADD,))
-    activation = (("activation", f"{block}.intermediate.intermediate_act_fn"),)
-    assert reads(layers[f"{block}.intermediate.dense"])[1] == activation
-    assert reads(layers[f"{block}.output.dense"]) == (activation, (ADD,))
-    assert reads(layers["bert.pooler.dense"])[1] == (("activation", "bert.pooler.activation"),)
-    assert reads(layers["classifier"]) == ((("activation", "bert.pooler.activation"),), LOSS)
-
-
-def test_vit():
-    layers = recorded("vit").layers
-    block = "vit.layers.0"
-    for name in "qkv":
-        assert reads(layers[f"{block}.attention.{name}_proj"]) == (
-            (("norm", f"{block}.layernorm_before"),),
-            (ATTENTION,),
-        )
-    assert reads(layers[f"{block}.attention.o_proj"])[1] == (ADD,)
-    activation = (("activation", f"{block}.mlp.activation_fn"),)
-    assert reads(layers[f"{block}.mlp.fc1"]) == ((("norm", f"{block}.layernorm_after"),), activation)
-    assert reads(layers[f"{block}.mlp.fc2"]) == (activation, (ADD,))
-    assert reads(layers["classifier"]) == ((("norm", "vit.layernorm"),), LOSS)
-
-
-def test_t5():
-    layers = recorded("t5").layers
-    cross = "decoder.block.1.layer.1.EncDecAttention"
-    assert reads(layers[f"{cross}.q"]) == ((("norm", "decoder.block.1.layer.1.layer_norm"),), (ATTENTION,))
-    assert layers[f"{cross}.q"].shares_input_with == ()
-    for name in "kv":
-        assert reads(layers[f"{cross}.{name}"]) == ((("norm", "encoder.final_layer_norm"),), (ATTENTION,))
-    other = "decoder.block.0.layer.1.EncDecAttention"
-    assert set(layers[f"{cross}.k"].shares_input_with) == {f"{other}.k", f"{other}.v", f"{cross}.v"}
-    dense = "encoder.block.0.layer.1.DenseReluDense"
-    norm, activation = (("norm", "encoder.block.0.layer.1.layer_norm"),), (("activation", f"{dense}.act"),)
-    assert reads(layers[f"{dense}.wi"]) == (norm, activation)
-    assert reads(layers[f"{dense}.wo"]) == (activation, (ADD,))
-    assert reads(layers["lm_head"]) == ((("norm", "decoder.final_layer_norm"),), LOSS)
+def test_where_a_consumer_is():
+    llama, bert = recorded("llama").layers, recorded("bert").layers
+    assert llama[f"{LLAMA}.self_attn.q_proj"].consumers[0].where == f"{LLAMA}.self_attn"
+    assert plain(bert["bert.pooler.dense"].consumers) == POOLED
 
 
 def test_albert_calls_one_block_three_times():
     layers = recorded("albert").layers
     block = "albert.encoder.albert_layer_groups.0.albert_layers.0"
-    query = layers[f"{block}.attention.query"]
-    assert query.calls == 3
-    assert plain(query.consumers) == (ATTENTION,)
+    query, first = layers[f"{block}.attention.query"], layers["albert.encoder.embedding_hidden_mapping_in"]
+    assert (query.calls, first.calls) == (3, 1)
+    assert plain(query.consumers) == SOFTMAX
     assert plain(query.producer) == (  # the first call's, then the others'
         ("matmul", "albert.encoder.embedding_hidden_mapping_in"),
-        ("norm", f"{block}.full_layer_layer_norm"),
+        *norm(f"{block}.full_layer_layer_norm"),
     )
-    assert set(query.shares_input_with) == {f"{block}.attention.key", f"{block}.attention.value"}
-    first = layers["albert.encoder.embedding_hidden_mapping_in"]
-    assert first.calls == 1
-    assert plain(first.consumers) == (
-        *(("matmul", f"{block}.attention.{name}") for name in ("query", "key", "value")),
-        ADD,
-    )
-
-
-def test_mixtral():
-    layers = recorded("mixtral").layers
-    mlp = "model.layers.0.mlp"
-    norm = (("norm", "model.layers.0.post_attention_layernorm"),)
-    assert reads(layers[f"{mlp}.gate"]) == (norm, (("softmax", "softmax"),))
-    activation = (("activation", f"{mlp}.experts.act_fn"),)
-    assert reads(layers[f"{mlp}.experts.gate_up_proj"]) == (norm, activation)
-    assert reads(layers[f"{mlp}.experts.down_proj"]) == (activation, (("activation", "aten.mul"),))
+    readers = [f"{block}.attention.{name}" for name in ("query", "key", "value")]
+    assert set(query.shares_input_with) == set(readers[1:])
+    assert plain(first.consumers) == (*(("matmul", name) for name in readers), *ADD)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -152,13 +144,21 @@ def test_every_family_has_known_consumers_of_the_layers_that_convert_names(name:
         assert "unknown" not in layer.kinds
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2", "bert"])
-def test_eager_attention_is_the_same_attention(name: str):
+@pytest.mark.parametrize("name", ["llama", "bert", "albert"])
+def test_a_model_is_left_as_it_was_and_eager_attention_and_copies_flow_alike(name: str):
     row = FAMILIES[name]
     model, batch = row.build(), row.batch()
-    fused = flow.record(model, batch)
+    with torch.no_grad():
+        plainly = model(**batch)
+    found = flow.record(model, batch)
+    with torch.no_grad():
+        again = model(**batch)
+    assert torch.equal(plainly.logits, again.logits)
+    assert torch.equal(plainly.loss, again.loss)
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+    assert flow.record(copy.deepcopy(model), batch) == found
     model.set_attn_implementation("eager")
-    assert flow.record(model, batch) == fused
+    assert flow.record(model, batch) == found
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "t5", "mixtral"])
@@ -177,18 +177,3 @@ def test_a_converted_model_flows_alike_and_is_left_as_it_was(name: str):
     once = {name: replace(layer, calls=before.layers[name].calls) for name, layer in after.layers.items()}
     assert once == before.layers
     assert all(layer.calls == once[name].calls or "experts" in name for name, layer in after.layers.items())
-
-
-@pytest.mark.parametrize("name", ["llama", "bert", "albert"])
-def test_results_are_bitwise_the_same_after_and_a_copy_flows_alike(name: str):
-    row = FAMILIES[name]
-    model, batch = row.build(), row.batch()
-    with torch.no_grad():
-        plainly = model(**batch)
-    twin = flow.record(copy.deepcopy(model), batch)
-    assert flow.record(model, batch) == twin
-    with torch.no_grad():
-        again = model(**batch)
-    assert torch.equal(plainly.logits, again.logits)
-    assert torch.equal(plainly.loss, again.loss)
-    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())

@@ -27,9 +27,7 @@ def adapted(model: nn.Module, kind: str) -> Any:
 def build(name: str, order: str) -> Any:
     torch.manual_seed(3)
     model, kind = FAMILIES[name].build(), FAMILIES[name].kind
-    if order == "convert first":
-        return adapted(converted(model), kind).eval()
-    return converted(adapted(model, kind)).eval()
+    return (adapted(converted(model), kind) if order == "convert first" else converted(adapted(model, kind))).eval()
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -130,30 +130,27 @@ def test_trainer_options_train(options: dict, tmp_path: Path):
 
 def test_accelerate_resumes_exactly(tmp_path: Path):
     """What was saved after two steps is there after load_state, and the other two go as if nothing had happened."""
-    saved: list[torch.Tensor] = []
 
-    def run(model: Any, steps: range, save: bool = False, load: bool = False) -> list[torch.Tensor]:
-        accelerator = accelerate.Accelerator(cpu=True)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        inner = model
-        model, optimizer = accelerator.prepare(model, optimizer)
+    def run(steps: range, load: bool = False) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """What a model has before and after those steps, which are saved."""
+        accelerator, inner = accelerate.Accelerator(cpu=True), llama("delayed")
+        model, optimizer = accelerator.prepare(inner, torch.optim.AdamW(inner.parameters(), lr=1e-2))
         accelerator.register_for_checkpointing(fe.scaling_state(inner))
         if load:
-            assert not same(everything(inner), saved)
             accelerator.load_state(str(tmp_path))
-            assert same(everything(inner), saved)
+        before = everything(inner)
         for batch in itertools.islice(DataLoader(LINES, 2), steps.start, steps.stop):
             accelerator.backward(model(**batch).loss)
             optimizer.step()
             optimizer.zero_grad()
-        if save:
-            accelerator.save_state(str(tmp_path))
-            saved.extend(everything(inner))
-        return everything(inner)
+        accelerator.save_state(str(tmp_path))
+        return before, everything(inner)
 
-    straight = run(llama("delayed"), range(STEPS))
-    run(llama("delayed"), range(STOP), save=True)
-    assert same(run(llama("delayed"), range(STOP, STEPS), load=True), straight)
+    _, straight = run(range(STEPS))
+    _, stopped = run(range(STOP))
+    before, resumed = run(range(STOP, STEPS), load=True)
+    assert same(before, stopped)
+    assert same(resumed, straight)
 
 
 def test_lightning_resumes_exactly(tmp_path: Path):

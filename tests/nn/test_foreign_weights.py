@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from support import FP8_RECIPES, converted
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -27,11 +26,9 @@ def net() -> nn.Sequential:
 
 
 @pytest.fixture
-def mesh():
+def mesh(group):
     """One process is enough for a DTensor."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield init_device_mesh("cpu", (1,))
-    dist.destroy_process_group()
+    return init_device_mesh("cpu", (1,))
 
 
 @pytest.mark.parametrize("recipe", ["current", "auto"])

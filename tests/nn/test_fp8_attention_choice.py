@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from attention_models import Model, Plain, near, step, x_of
+from attention_models import Model, Plain, llama, near, step, x_of
+from support import same
 from torch import nn
 
 import fp8engine as fe
@@ -57,19 +58,19 @@ def test_cached_keys_are_seen_as_in_one_call():
 
 
 def test_convert_puts_sdpa_in_fp8_and_revert_takes_it_back():
-    plain, x = Model(), x_of()
-    wanted = step(plain, x)
-    model: Any = fe.convert(copy.deepcopy(plain), "bf16", attention="fp8")
-    found = step(model, x)
+    model: Any = Model()
+    x = x_of()
+    wanted = step(model, x)
+    found = step(fe.convert(model, "bf16", attention="fp8"), x)
     assert all(0 < near(a, b) < 0.2 for a, b in zip(found, wanted, strict=True))
     rows = fe.inspect(model).attention
     assert [(row["name"], row["ran"]) for row in rows] == [("first", "fp8"), ("second", "fp8")]
     assert "attention first and 1 more ran in fp8" in str(fe.inspect(model))
     for again in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        assert all(torch.equal(a, b) for a, b in zip(step(again, x), found, strict=True))
+        assert same(step(again, x), found)
     fe.revert(model)
     assert type(model.first) is Plain
-    assert all(torch.equal(a, b) for a, b in zip(step(model, x), wanted, strict=True))
+    assert same(step(model, x), wanted)
 
 
 @pytest.mark.parametrize(
@@ -107,21 +108,16 @@ def test_a_scale_that_is_not_positive_gives_what_torch_gives(scale: float):
     """Without causality: with it torch's kernel for a CPU multiplies the mask's -Inf by the scale: NaN."""
     block = Plain()
     block.options = {"scale": scale}
-    fp8, torchs = (
-        fe.convert(copy.deepcopy(nn.Sequential(block)), "bf16", attention=asked) for asked in ("fp8", "16 bits")
-    )
-    assert all(torch.equal(a, b) for a, b in zip(step(fp8, x_of()), step(torchs, x_of()), strict=True))
+    runs = [fe.convert(copy.deepcopy(nn.Sequential(block)), "bf16", attention=asked) for asked in ("fp8", "16 bits")]
+    assert same(*(step(each, x_of()) for each in runs))
 
 
-def test_strict_refuses_emulation():
+def test_emulation_and_other_heads_are_named_or_refused():
     model: Any = fe.convert(Model(), "bf16", attention="fp8")
     model.first.fp8_softmax.strict = True
     with pytest.raises(StrictError, match=r"first: attention would be emulated, .*CPU has no FP8 Tensor Cores"):
         model(x_of())
-
-
-def test_a_head_dim_that_fp8_does_not_take_is_named():
-    model: Any = fe.convert(nn.Sequential(Plain(2, 32)), "bf16", attention="fp8")
+    model = fe.convert(nn.Sequential(Plain(2, 32)), "bf16", attention="fp8")
     with pytest.warns(AttentionWarning, match="heads of 32 columns; FP8 attention takes 64, 96 or 128"):
         model(x_of()[..., :64])
 
@@ -154,13 +150,7 @@ def test_auto_takes_fp8_where_the_predicted_error_allows_it():
 
 
 def test_a_transformers_model_in_fp8():
-    transformers = pytest.importorskip("transformers")
-    config = transformers.LlamaConfig(
-        vocab_size=64, hidden_size=128, intermediate_size=128, num_hidden_layers=1, num_attention_heads=2,
-        num_key_value_heads=1, attn_implementation="sdpa",
-    )  # fmt: skip
-    torch.manual_seed(0)
-    model = transformers.LlamaForCausalLM(config)
+    model: Any = llama(num_key_value_heads=1)
     ids = torch.arange(40).view(1, 40)
     wanted = model(ids).logits.detach()
     fe.convert(model, "bf16", attention="fp8")

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from attention_models import Model, Plain, near, step, x_of
+from attention_models import Model, Plain, llama, near, step, x_of
+from support import same
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -25,14 +26,22 @@ class Calls(nn.Module):
     """Attention of tensors that are given."""
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options) -> torch.Tensor:
-        """What torch's function gives."""
         return F.scaled_dot_product_attention(q, k, v, **options)
 
 
 def calls() -> Any:
     """A converted `Calls`, beside the layer that fe.convert wants."""
-    model: Any = fe.convert(nn.ModuleDict({"attn": Calls(), "linear": nn.Linear(16, 16)}), "bf16", attention="fp8")
-    return model["attn"]
+    return asked_for(nn.ModuleDict({"attn": Calls(), "linear": nn.Linear(16, 16)}))["attn"]
+
+
+def asked_for(model: nn.Module, asked: str = "fp8") -> Any:
+    """The model, whose attention is asked into FP8."""
+    return fe.convert(model, "bf16", attention=asked)
+
+
+def ran(model: nn.Module) -> list[str]:
+    """In what each attention ran."""
+    return [row["ran"] for row in fe.inspect(model).attention]
 
 
 def test_one_head_of_keys_that_torch_broadcasts_is_shared():
@@ -66,19 +75,12 @@ def test_no_shape_is_left_in_16_bits_without_a_word(shapes: tuple, why: str):
 @pytest.mark.parametrize("shape", [(0, 2, 3), (2, 0, 3), (2, 2, 0)], ids=str)
 @pytest.mark.parametrize("keys", [0, 3])
 def test_nothing_to_attend_to_gives_what_torch_gives(shape: tuple, keys: int):
-    (q, k), (q_torch, k_torch) = (
-        [torch.ones(*shape, 64, requires_grad=True), torch.ones(*shape[:2], keys, 64, requires_grad=True)]
-        for _ in range(2)
-    )
-    attn = calls()
-    found, wanted = attn(q, k, k), F.scaled_dot_product_attention(q_torch, k_torch, k_torch)
+    q, k = (torch.ones(*size, 64, requires_grad=True) for size in (shape, (*shape[:2], keys)))
+    found, wanted = calls()(q, k, k), F.scaled_dot_product_attention(q, k, k)
     assert torch.equal(found, wanted)
-    found.sum().backward()
-    wanted.sum().backward()
-    assert q.grad is not None
-    assert k.grad is not None
-    assert torch.equal(q.grad, torch.zeros_like(q))
-    assert torch.equal(k.grad, torch.zeros_like(k) if k_torch.grad is None else k_torch.grad)
+    grads, theirs = (torch.autograd.grad(y.sum(), [q, k], materialize_grads=True) for y in (found, wanted))
+    assert torch.equal(grads[0], torch.zeros_like(q))
+    assert torch.equal(grads[1], theirs[1])
 
 
 def test_autocast_decides_the_dtype_as_it_does_for_torchs_attention():
@@ -93,7 +95,7 @@ def test_autocast_decides_the_dtype_as_it_does_for_torchs_attention():
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_transforms_and_nested_tensors_run_in_16_bits():
-    fp8, plain = (fe.convert(Model(), "bf16", attention=asked) for asked in ("fp8", "16 bits"))
+    fp8, plain = (asked_for(Model(), asked) for asked in ("fp8", "16 bits"))
     x = x_of(9)
     with pytest.warns(AttentionWarning, match=r"a transform of torch\.func"):
         found = torch.func.grad(lambda x: fp8(x).square().sum())(x)
@@ -111,7 +113,6 @@ class Inside(Plain):
     reentrant = False
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x [batch, T, columns]."""
         q, k, v = self.qkv(x).unflatten(-1, (3 * self.heads, -1)).transpose(1, 2).chunk(3, 1)
 
         def attend(q, k, v):
@@ -124,19 +125,16 @@ class Inside(Plain):
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_a_checkpoint_inside_of_the_module_has_the_gradients_of_what_ran(reentrant: bool):
     """Its recompute runs torch's attention; what FP8 saves of q, k and v is not what torch saves, in another order."""
-    torch.manual_seed(0)
     plain = Inside()
     plain.reentrant = reentrant
-    model, of_16_bits = (
-        fe.convert(nn.Sequential(copy.deepcopy(plain)), "bf16", attention=asked) for asked in ("fp8", "16 bits")
-    )
+    model, of_16_bits = (asked_for(nn.Sequential(copy.deepcopy(plain)), asked) for asked in ("fp8", "16 bits"))
     with pytest.warns(AttentionWarning, match="a checkpoint begins inside of the module's forward"):
         found = step(model, x_of())
-    assert all(torch.equal(a, b) for a, b in zip(found, step(of_16_bits, x_of()), strict=True))
+    assert same(found, step(of_16_bits, x_of()))
     with torch.no_grad(), warnings.catch_warnings():  # nothing is computed again
         warnings.simplefilter("ignore")  # torch's, of inputs without a gradient
         model(x_of())
-    assert fe.inspect(model).attention[0]["ran"] == "fp8"
+    assert ran(model) == ["fp8"]
 
 
 class Twice(nn.Module):
@@ -144,11 +142,9 @@ class Twice(nn.Module):
 
     def __init__(self):
         super().__init__()
-        torch.manual_seed(0)
         self.block = Plain()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x [batch, T, 128]."""
         for _ in range(3):
             x = x + checkpoint(self.block, x, use_reentrant=False)  # pyright: ignore[reportOperatorIssue]
         return x
@@ -156,8 +152,8 @@ class Twice(nn.Module):
 
 def test_auto_decides_nothing_between_a_forward_and_its_backward():
     """A checkpoint saves other tensors in FP8 than in 16 bits, and torch refuses a recompute that saves others."""
-    model: Any = fe.convert(Twice(), "bf16", attention="auto")
-    x = x_of().requires_grad_()
+    torch.manual_seed(0)
+    model, x = asked_for(Twice(), "auto"), x_of().requires_grad_()
     (model(x).sum() + model(x).sum()).backward()
     assert model.block.fp8_softmax.ran == "16 bits"
     model(x)  # an answer that is dropped holds nothing up
@@ -167,23 +163,20 @@ def test_auto_decides_nothing_between_a_forward_and_its_backward():
 
 @pytest.mark.parametrize("compiled", [False, True])
 def test_a_model_whose_attention_is_set_to_another_is_said(compiled: bool):
-    transformers = pytest.importorskip("transformers")
-    size = {"hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 1, "num_attention_heads": 2}
-    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=64, **size, attn_implementation="sdpa"))
-    fe.convert(model, "bf16", attention="fp8")
+    model, ids = asked_for(llama()), torch.arange(8).view(1, 8)
     model.set_attn_implementation("eager")
     run = torch.compile(model, fullgraph=True, backend="aot_eager") if compiled else model
     with pytest.warns(AttentionWarning, match="has not called torch's scaled_dot_product_attention"):
-        run(torch.arange(8).view(1, 8))
+        run(ids)
     (row,) = fe.inspect(model).attention
     assert (row["ran"], 'attn_implementation="sdpa"' in row["why"]) == ("16 bits", True)
     model.model.layers[0].self_attn.fp8_softmax.strict = True
     with pytest.raises(StrictError, match="has not called torch's"):
-        model(torch.arange(8).view(1, 8))
+        model(ids)
     model.set_attn_implementation("sdpa")
     model.model.layers[0].self_attn.fp8_softmax.strict = False
-    model(torch.arange(8).view(1, 8))
-    assert fe.inspect(model).attention[0]["ran"] == "fp8"
+    model(ids)
+    assert ran(model) == ["fp8"]
 
 
 def test_multihead_attention_beside_another_is_said_and_reported():
@@ -203,14 +196,14 @@ def test_a_forward_that_was_set_on_the_instance_is_said():
     with pytest.warns(AttentionWarning, match="first: attention runs in 16 bits: a forward of its own was set"):
         fe.convert(model, "bf16", attention="fp8")
     model(x_of())
-    assert [row["ran"] for row in fe.inspect(model).attention] == ["16 bits", "fp8"]
+    assert ran(model) == ["16 bits", "fp8"]
     fe.revert(model)
     with pytest.raises(StrictError, match="a forward of its own was set"):
         attending.put([("first", model.first)], "fp8", strict=True)
 
 
 def test_emulation_is_reported_of_a_graph_too():
-    model: Any = fe.convert(nn.Sequential(Plain()), "bf16", attention="fp8")
+    model = asked_for(nn.Sequential(Plain()))
     torch.compile(model, fullgraph=True, backend="aot_eager")(x_of())
     (row,) = fe.inspect(model).attention
     assert (row["ran"], row["why"]) == ("fp8", "emulated")
@@ -224,13 +217,12 @@ class Named(Plain):
         self.softmax = nn.Softmax(-1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x [batch, T, columns]."""
         return super().forward(self.softmax(x)) if x.shape[1] > 1 else F.scaled_dot_product_attention(x, x, x)
 
 
 def test_a_softmax_of_the_modules_own_is_not_hidden():
     plain, x = Named(), x_of()
-    model: Any = fe.convert(nn.Sequential(copy.deepcopy(plain)), "bf16", attention="fp8")
+    model = asked_for(nn.Sequential(copy.deepcopy(plain)))
     with torch.no_grad():
         assert 0 < near(model(x), plain(x)) < 0.2
     assert type(model[0].softmax) is nn.Softmax
@@ -246,7 +238,6 @@ class Around(Plain):
         self.inner = Plain()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x [batch, T, columns]."""
         x = self.inner(x)
         q = x[:, None, :, :64]
         return F.scaled_dot_product_attention(q, q, q)
@@ -254,7 +245,6 @@ class Around(Plain):
 
 @pytest.mark.parametrize("asked", ["fp8", "auto"])
 def test_the_attention_of_a_module_within_another_is_its_own(asked: str):
-    torch.manual_seed(0)
     model: Any = Around()
     model.inner.options = {"attn_mask": torch.ones(70, 70, dtype=torch.bool)}
     fe.convert(model, "bf16", attention=asked)
@@ -264,5 +254,5 @@ def test_the_attention_of_a_module_within_another_is_its_own(asked: str):
             model(x_of())
     said = [str(each.message) for each in caught if each.category is AttentionWarning]
     assert [text.split(":")[0] for text in said] == ["inner"]
-    assert [row["ran"] for row in fe.inspect(model).attention] == ["fp8", "16 bits"]
+    assert ran(model) == ["fp8", "16 bits"]
     assert (model.fp8_softmax.forwards, model.inner.fp8_softmax.forwards) == ((3, 0) if asked == "auto" else (0, 0))

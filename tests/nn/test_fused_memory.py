@@ -13,15 +13,14 @@ from fp8engine.ops.reference.activations import ACTIVATIONS
 
 M, K, F = 256, 384, 256
 RMS, LAYER = NORMS[0], NORMS[2]
+BF16 = torch.bfloat16
+every_memory = pytest.mark.parametrize("memory", MEMORIES, ids=str)
 
 
-def size(model: nn.Module, dtype=torch.bfloat16, needs=True) -> int:
-    return nbytes(model, torch.randn(M, K, dtype=dtype, requires_grad=needs))
-
-
-def nbytes(model: nn.Module, x: torch.Tensor) -> int:
+def size(model: nn.Module, dtype=BF16, needs=True, k: int = K) -> int:
     """Bytes of what a forward keeps; what several layers keep is the same memory."""
-    return sum({t.untyped_storage().data_ptr(): t.nbytes for t in saved(model, x)}.values())
+    kept = saved(model, torch.randn(M, k, dtype=dtype, requires_grad=needs))
+    return sum({t.untyped_storage().data_ptr(): t.nbytes for t in kept}.values())
 
 
 def operand(recipe: str, features: int) -> int:
@@ -41,9 +40,9 @@ def rows(norm) -> int:
     return 4 * M * (2 if norm.kind == "layer" else 1)
 
 
-@pytest.mark.parametrize("memory", MEMORIES, ids=str)
+@every_memory
 @pytest.mark.parametrize("norm", [RMS, LAYER], ids=str)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("dtype", [BF16, torch.float32], ids=str)
 @pytest.mark.parametrize("recipe", FP8_RECIPES)
 def test_a_norm_and_three_layers(recipe, dtype, norm, memory):
     model = Model(recipe, norm, [(K, 64), (K, 64), (K, 32)], dtype)
@@ -53,52 +52,32 @@ def test_a_norm_and_three_layers(recipe, dtype, norm, memory):
     assert size(like(model, model.call, memory), dtype) == want
 
 
-@pytest.mark.parametrize("memory", MEMORIES, ids=str)
+@pytest.mark.parametrize("memory", [*MEMORIES, Memory(True), Memory(recompute_activation=True)], ids=str)
 @pytest.mark.parametrize("kind", ["gelu", "swiglu"])
 @pytest.mark.parametrize("recipe", FP8_RECIPES)
 def test_a_norm_and_an_mlp(recipe, kind, memory):
-    dtype, wide = torch.bfloat16, F * (1 + ACTIVATIONS[kind].gated)
-    model = Model(recipe, RMS, [(K, wide), (F, K)], dtype, kind=kind)
-    want = elementwise(K, dtype, memory) + rows(RMS) + elementwise(wide, dtype, memory)
-    want += 0 if memory.recompute_norm else operand(recipe, K)
+    wide = F * (1 + ACTIVATIONS[kind].gated)
+    model = Model(recipe, RMS, [(K, wide), (F, K)], BF16, kind=kind)
+    frozen = elementwise(K, BF16, memory) + rows(RMS) + elementwise(wide, BF16, memory)
+    want = frozen + (0 if memory.recompute_norm else operand(recipe, K))
     want += 0 if memory.recompute_activation else operand(recipe, F)
     assert size(like(model, model.call, memory)) == want
-
-
-def test_the_options_apart():
-    model = Model("current", RMS, [(K, 2 * F), (F, K)], torch.bfloat16, kind="swiglu")
-    full, norm, act = (
-        size(like(model, model.call, memory)) for memory in (Memory(), Memory(True), Memory(recompute_activation=True))
-    )
-    assert full - norm == M * K + 4
-    assert full - act == M * F + 4
-
-
-@pytest.mark.parametrize("memory", MEMORIES, ids=str)
-def test_frozen_weights_keep_no_operand(memory):
-    model = Model("current", RMS, [(K, 2 * F), (F, K)], torch.bfloat16, kind="swiglu")
     for layer in model.layers:
         layer.requires_grad_(False)
-    want = elementwise(K, torch.bfloat16, memory) + rows(RMS) + elementwise(2 * F, torch.bfloat16, memory)
-    assert size(like(model, model.call, memory)) == want
+    assert size(like(model, model.call, memory)) == frozen, "frozen weights keep no operand"
 
 
-@pytest.mark.parametrize("memory", MEMORIES, ids=str)
+@every_memory
 def test_where_nothing_before_takes_a_gradient_the_operand_alone_is_kept(memory):
     """x would be kept for nothing but the recompute, at twice the bytes."""
-    model = Model("current", RMS, [(K, 64)], torch.bfloat16)
-    model.gamma.requires_grad_(False)
-    assert size(like(model, model.call, memory), needs=False) == M * K + 4
-    mlp = Model("current", RMS, [(K, F), (F, K)], torch.bfloat16, kind="gelu")
-    for p in (mlp.gamma, *mlp.layers[0].parameters()):
+    model = Model("current", RMS, [(K, 64)], BF16)
+    mlp = Model("current", RMS, [(K, F), (F, K)], BF16, kind="gelu")
+    for p in (model.gamma, mlp.gamma, *mlp.layers[0].parameters()):
         p.requires_grad_(False)
+    assert size(like(model, model.call, memory), needs=False) == M * K + 4
     assert size(like(mlp, mlp.call, memory), needs=False) == M * F + 4
-
-
-def test_without_gradients_nothing_is_kept():
-    model = Model("current", RMS, [(K, F), (F, K)], torch.bfloat16, kind="gelu")
     with torch.no_grad():
-        assert saved(model, torch.randn(M, K, dtype=torch.bfloat16)) == []
+        assert size(like(mlp, mlp.call, memory), needs=False) == 0
 
 
 def test_a_graph_that_is_held_after_backward_holds_no_operand():
@@ -108,28 +87,20 @@ def test_a_graph_that_is_held_after_backward_holds_no_operand():
         gc.collect()
         return {id(t) for t in gc.get_objects() if type(t) is torch.Tensor and t.dtype == torch.float8_e4m3fn}
 
-    model = Model("current", RMS, [(K, F), (F, K)], torch.bfloat16, kind="gelu")
-    x = torch.randn(M, K, dtype=torch.bfloat16, requires_grad=True)
+    model = Model("current", RMS, [(K, F), (F, K)], BF16, kind="gelu")
     before = codes()  # another test's
-    (y,) = model(x)
+    (y,) = model(torch.randn(M, K, dtype=BF16, requires_grad=True))
     y.sum().backward()
     assert y.grad_fn is not None
     assert codes() <= before
 
 
-def against_bf16(memory: Memory) -> float:
-    """How much less a SwiGLU MLP keeps than the same in BF16, sizes as Llama's: F = 3.5 K."""
+@pytest.mark.parametrize(
+    ("memory", "least"), [(Memory(), 1.55), (Memory(True, True), 1.95), (Memory(True, True, "fp8"), 3.9)]
+)
+def test_the_share_of_bf16(memory: Memory, least: float):
+    """Of a SwiGLU MLP of Llama's sizes, F = 3.5 K: plain PyTorch keeps x, the norm's result, gate and up, silu(gate)
+    and the product, 2 (2 K + 4 F) bytes a row; here 3 K + 5 F, 2 K + 4 F recomputed, K + 2 F from inputs in FP8."""
     k, f = 128, 448
-    model = Model("current", RMS, [(k, 2 * f), (f, k)], torch.bfloat16, kind="swiglu", bias=False)
-    x = torch.randn(M, k, dtype=torch.bfloat16, requires_grad=True)
-    ours = nbytes(like(model, model.call, memory), x)
-    # Plain PyTorch keeps x, the norm's result, gate and up, silu(gate), and the product.
-    plain = 2 * M * (2 * k + 4 * f)
-    return plain / ours
-
-
-def test_the_share_of_bf16():
-    """Of 2 (2 K + 4 F) bytes a row: 3 K + 5 F, 2 K + 4 F with both recomputed, K + 2 F with their inputs in FP8 too."""
-    assert against_bf16(Memory()) > 1.55
-    assert against_bf16(Memory(True, True)) > 1.95
-    assert against_bf16(Memory(True, True, "fp8")) > 3.9
+    model = Model("current", RMS, [(k, 2 * f), (f, k)], BF16, kind="swiglu", bias=False)
+    assert 2 * M * (2 * k + 4 * f) / size(like(model, model.call, memory), k=k) > least

@@ -1,4 +1,4 @@
-"""LayerNormLinear and LayerNormMLP: ordinary children, names as users expect, one state, copies and moves."""
+"""LayerNormLinear and LayerNormMLP: ordinary children, names as users expect, one state, moves, refusals."""
 
 from typing import Any
 
@@ -15,16 +15,14 @@ from fp8engine.ops.reference import Norm
 from fp8engine.ops.reference.activations import ACTIVATIONS
 
 K, F = 32, 48
+either_norm = pytest.mark.parametrize("norm", ["layer", "rms"])
 
 
-def plain_norm(norm: str) -> nn.Module:
-    return nn.LayerNorm(K, eps=1e-3) if norm == "layer" else nn.RMSNorm(K, eps=1e-3)
-
-
-@pytest.mark.parametrize("norm", ["layer", "rms"])
+@either_norm
 @pytest.mark.parametrize("recipe", [*FP8_RECIPES, *EXACT_SCALES, "bf16"])
 def test_state_dicts_of_plain_pytorch_load_and_compute_the_same(recipe, norm):
-    plain = nn.ModuleDict({"norm": plain_norm(norm), "linear": nn.Linear(K, 16)})
+    plain_norm = (nn.LayerNorm if norm == "layer" else nn.RMSNorm)(K, eps=1e-3)
+    plain = nn.ModuleDict({"norm": plain_norm, "linear": nn.Linear(K, 16)})
     ours = LayerNormLinear(K, 16, recipe=recipe, norm=norm, eps=1e-3)
     ours.load_state_dict(plain.state_dict())
     x = torch.randn(24, K)
@@ -34,30 +32,23 @@ def test_state_dicts_of_plain_pytorch_load_and_compute_the_same(recipe, norm):
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_an_mlp_is_its_children(activation):
+    torch.manual_seed(1)
     ours = LayerNormMLP(K, F, activation, recipe="current", norm="rms", eps=1e-3)
     gated = ACTIVATIONS[activation].gated
     first = "gate_up" if gated else "up"
     assert list(ours.state_dict()) == ["norm.weight", f"{first}.weight", f"{first}.bias", "down.weight", "down.bias"]
     assert [name for name, m in ours.named_modules() if isinstance(m, nn.Linear)] == [first, "down"]
     x = torch.randn(2, 12, K)
-    y = getattr(ours, first)(ours.norm(x))
-    a = ACTIVATIONS[activation]
-    apart = ours.down(a(y))
+    apart = ours.down(ACTIVATIONS[activation](getattr(ours, first)(ours.norm(x))))
     # Norm and activation in FP32 both ways; a last bit of FP32 may move a code.
     assert sqnr(apart, ours(x)) > 35
-
-
-def test_parameters_start_as_plain_pytorchs_do():
-    torch.manual_seed(0)
-    plain = [nn.Linear(K, F), nn.Linear(F, K)]
-    torch.manual_seed(0)
-    ours = LayerNormMLP(K, F, recipe="current")
-    assert torch.equal(plain[0].weight, ours.get_parameter("up.weight"))
-    assert torch.equal(plain[1].weight, ours.down.weight)
+    torch.manual_seed(1)
+    for name, plain in ((first, nn.Linear(K, F * (1 + gated))), ("down", nn.Linear(F, K))):
+        assert torch.equal(plain.weight, ours.get_parameter(f"{name}.weight")), "it starts as plain PyTorch's do"
     assert torch.equal(ours.norm.weight, torch.ones(K))
 
 
-@pytest.mark.parametrize("norm", ["layer", "rms"])
+@either_norm
 def test_a_zero_centred_norm_starts_at_zero_and_is_the_same_norm(norm):
     ours = LayerNormLinear(K, 16, recipe="current", norm=norm, zero_centered=True)
     plain = LayerNormLinear(K, 16, recipe="current", norm=norm)
@@ -68,32 +59,21 @@ def test_a_zero_centred_norm_starts_at_zero_and_is_the_same_norm(norm):
     assert torch.equal(ours.norm(x), plain.norm(x)), "its module computes it too"
 
 
-def test_one_state_and_slots_by_name():
-    mlp = LayerNormMLP(K, F, "swiglu", recipe="delayed")
-    state = state_of(mlp)
-    assert [name for name, _ in state.layers] == ["gate_up", "down"]
+def test_one_state_slots_by_name_and_rows_of_the_report():
+    model = converted(nn.Sequential(LayerNormMLP(K, F, "swiglu", recipe="delayed"), nn.Linear(K, 8)), "rowwise")
+    want = [("0.gate_up", "delayed"), ("0.down", "delayed"), ("1", "rowwise")]
+    assert [(row["name"], row["recipe"]) for row in fe.inspect(model).layers] == want
     for _ in range(3):
-        mlp(torch.randn(6, K)).sum().backward()
+        model(torch.randn(6, K)).sum().backward()
         with torch.no_grad():
-            for p in mlp.parameters():
+            for p in model.parameters():
                 p.mul_(1.01)
-    view = fe.scaling_state(mlp)
-    assert list(view) == [
-        f"{name}.{role}" for name in ("gate_up", "down") for role in ("input", "weight", "grad_output")
-    ]
-    assert all(int(slot.calls) == 3 and (slot.history[:2] > 0).all() for slot in view.values())
-
-
-def test_the_report_and_convert_see_ordinary_layers():
-    model = nn.Sequential(LayerNormMLP(K, F, "swiglu", recipe="current"), nn.Linear(K, 8))
-    report = converted(model, "rowwise") and fe.inspect(model)
-    assert [(row["name"], row["recipe"]) for row in report.layers] == [
-        ("0.gate_up", "current"),
-        ("0.down", "current"),
-        ("1", "rowwise"),
-    ]
-    model(torch.randn(6, K))
     assert [row["backend"] for row in fe.inspect(model).layers] == ["reference"] * 3
+    view = fe.scaling_state(model)
+    assert list(view) == [f"{name}.{role}" for name, _ in want for role in ("input", "weight", "grad_output")]
+    assert all(int(slot.calls) == 3 for slot in view.values())
+    assert all((slot.history[:2] > 0).all() for name, slot in view.items() if name.startswith("0."))
+    assert [name for name, _ in state_of(LayerNormMLP(K, F, recipe="delayed")).layers] == ["up", "down"]
 
 
 def test_dtype_and_device():
@@ -102,8 +82,7 @@ def test_dtype_and_device():
     assert mlp(torch.randn(6, K).bfloat16()).dtype == torch.bfloat16
     on_meta = LayerNormMLP(K, F, "swiglu", recipe="current", device="meta")
     assert on_meta(torch.empty(6, K, device="meta")).shape == (6, K)
-    real = on_meta.to_empty(device="cpu")
-    assert state_of(real).device.type == "cpu"
+    assert state_of(on_meta.to_empty(device="cpu")).device.type == "cpu"
     assert LayerNormLinear(K, 16, False, recipe="current").linear.bias is None
 
 
@@ -116,20 +95,21 @@ def test_what_is_recomputed(recompute, memory):
     assert LayerNormLinear(K, F, recipe="current", recompute=True).memory.recompute_norm
 
 
-def test_unknown_names_offer_near_ones():
-    cases: dict[str, Any] = {
-        "did you mean 'gelu'": {"activation": "gelo"},
-        "unknown norm 'batch'": {"norm": "batch"},
-        "did you mean 'activation'": {"recompute": "activations"},
-        "did you mean 'fp8'": {"store": "FP8"},
-    }
-    for words, options in cases.items():
-        with pytest.raises(UnknownName, match=words):
-            LayerNormMLP(K, F, **{"recipe": "current", **options})
+UNKNOWN: dict[str, dict[str, Any]] = {
+    "did you mean 'gelu'": {"activation": "gelo"},
+    "unknown norm 'batch'": {"norm": "batch"},
+    "did you mean 'activation'": {"recompute": "activations"},
+    "did you mean 'fp8'": {"store": "FP8"},
+    "did you mean 'current'": {"recipe": "curent"},
+}
+
+
+@pytest.mark.parametrize("words", UNKNOWN)
+def test_unknown_names_offer_near_ones(words: str):
+    with pytest.raises(UnknownName, match=words):
+        LayerNormMLP(K, F, **{"recipe": "current", **UNKNOWN[words]})
     with pytest.raises(UnknownName, match="unknown store"):
         LayerNormLinear(K, F, recipe="current", store="bf8")
-    with pytest.raises(UnknownName, match="did you mean 'current'"):
-        LayerNormMLP(K, F, recipe="curent")
 
 
 def test_norms_as_other_code_makes_them():

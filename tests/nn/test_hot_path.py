@@ -72,7 +72,3 @@ def test_a_step_of_a_linear_layer_is_short(dtype: torch.dtype, monkeypatch, requ
     found, most = numbers_of(calls), (FILES, CHANGES, CALLS)
     told = "\n".join(f"{file} {name}" for file, name in calls)
     assert all(number <= limit for number, limit in zip(found, most, strict=True)), f"{found}:\n{told}"
-
-
-def test_what_is_counted():
-    assert numbers_of([("a.py", "f"), ("a.py", "g"), ("b.py", "h"), ("a.py", "f")]) == (2, 2, 4)

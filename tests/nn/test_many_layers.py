@@ -71,51 +71,46 @@ class Counting(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def report(model: nn.Module) -> None:
-    assert fe.inspect(model).table(every=True).count("\n") > len(model.layers)  # pyright: ignore[reportArgumentType]
+def report(model: Any) -> None:
+    assert fe.inspect(model).table(every=True).count("\n") > len(model.layers)
 
 
-def begin_step(model: nn.Module) -> None:
+def state(model: Any) -> None:
+    assert len(dict(fe.scaling_state(model))) >= 3 * len(model.layers)
+
+
+def begins(model: Any) -> None:
+    """Step 1, which decides what step 0 has seen."""
     model(torch.randn(8, 4))
+    assert len(fe.inspect(model).decisions) > len(model.layers) / 4
 
 
-def state(model: nn.Module) -> None:
-    assert len(dict(fe.scaling_state(model))) >= 3 * len(model.layers)  # pyright: ignore[reportArgumentType]
+def stores(model: Any) -> None:
+    """The same with a recorded flow: what every result is stored in too."""
+    begins(model)
+    assert sum(line["slot"].endswith(".output") for line in fe.inspect(model).decisions) > len(model.layers) / 2
 
 
 LINEAR = 2.0  # of twice the layers; what is quadratic has 4
-MOST = 1000  # calls for each layer of a report: two lines of its text, three slots of numbers
+MOST = {report: 1000, state: 1000, begins: 10_000, stores: 10_000}  # calls for each layer
+DECIDING = fe.auto(min_sqnr_db=10)
+COSTS = [(f, recipe) for f in (report, state) for recipe in ("current", "delayed", "auto")]
+COSTS += [(begins, DECIDING), (stores, DECIDING)]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recipe", ["current", "delayed", "auto"])
-@pytest.mark.parametrize("function", [report, state], ids=lambda f: f.__name__)
-def test_twice_the_layers_are_twice_the_calls(function, recipe: str):
-    counted = []
+@pytest.mark.parametrize(("function", "recipe"), COSTS, ids=lambda each: getattr(each, "__name__", str(each)[:8]))
+def test_twice_the_layers_are_twice_the_calls(function, recipe):
+    counted, once = [], function in (begins, stores)
     for layers in (100, 200):
-        model = deep(layers, recipe, left=layers)
+        inputs = (torch.randn(8, 4),) if function is stores else None
+        model = deep(layers, recipe, left=0 if once else layers, example_inputs=inputs)
         step(model)
-        function(model)  # caches of recipes and casts are made once
+        if not once:  # caches of recipes and casts are made once
+            function(model)
         counted.append(calls(functools.partial(function, model)))
     assert counted[1] < LINEAR * counted[0]
-    assert 100 < counted[0] < MOST * 100  # something was counted
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("stores", [False, True])
-def test_what_auto_decides_takes_twice_the_calls(stores: bool):
-    """Step 1 decides what step 0 has seen; with a recorded flow, what every result is stored in too."""
-    counted = []
-    for layers in (100, 200):
-        inputs = (torch.randn(8, 4),) if stores else None
-        model = deep(layers, fe.auto(min_sqnr_db=10), example_inputs=inputs)
-        step(model)
-        counted.append(calls(functools.partial(begin_step, model)))
-        decisions = fe.inspect(model).decisions
-        assert len(decisions) > layers / 4
-        stored = sum(line["slot"].endswith(".output") for line in decisions)
-        assert stored > layers / 2 if stores else stored == 0
-    assert counted[1] < LINEAR * counted[0]
+    assert 100 < counted[0] < MOST[function] * 100, "something was counted"
 
 
 def test_the_tables_are_read_as_often_for_many_layers_as_for_few():
@@ -129,18 +124,6 @@ def test_the_tables_are_read_as_often_for_many_layers_as_for_few():
     assert counted[0] == counted[1] < 40
 
 
-def test_the_tables_grow_once_for_all_results_that_are_stored(monkeypatch: pytest.MonkeyPatch):
-    grown = noted(monkeypatch)
-    model = deep(60, fe.auto(min_sqnr_db=10, interval=4), example_inputs=(torch.randn(8, 4),))
-    assert grown[0] > 30  # by calibration
-    for _ in range(3):
-        step(model)
-    assert len(grown) <= 2
-    stored = [layer["output"]["cast"] == "E4M3 per tensor (delayed)" for layer in fe.inspect(model).layers]
-    assert 30 < sum(stored) <= sum(grown)
-    assert not stored[-1]  # it leaves the model
-
-
 def noted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many results get a column of the tables, each time they grow."""
     grown, add = [], OutputSlots.add
@@ -148,15 +131,22 @@ def noted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return grown
 
 
-def test_a_plan_repeats_them_so_too(tmp_path, monkeypatch: pytest.MonkeyPatch):
-    first = deep(20, fe.auto(min_sqnr_db=10, interval=4), example_inputs=(torch.randn(8, 4),))
+def test_the_tables_grow_once_for_all_results_that_are_stored(tmp_path, monkeypatch: pytest.MonkeyPatch):
+    """Where auto decides it, and where a plan repeats it."""
+    grown, inputs = noted(monkeypatch), (torch.randn(8, 4),)
+    first = deep(60, fe.auto(min_sqnr_db=10, interval=4), example_inputs=inputs)
+    assert grown[0] > 30  # by calibration
     for _ in range(3):
         step(first)
+    assert len(grown) <= 2
+    stored = [layer["output"]["cast"] == "E4M3 per tensor (delayed)" for layer in fe.inspect(first).layers]
+    assert 30 < sum(stored) <= sum(grown)
+    assert not stored[-1]  # it leaves the model
     fe.inspect(first).save_plan(tmp_path / "plan.json")
-    again = deep(20, fe.auto(plan=str(tmp_path / "plan.json")), example_inputs=(torch.randn(8, 4),))
-    grown = noted(monkeypatch)
+    again = deep(60, fe.auto(plan=str(tmp_path / "plan.json")), example_inputs=inputs)
+    grown.clear()
     for _ in range(3):
         step(again)
     assert len(grown) <= 2
-    assert sum(grown) > 10
+    assert sum(grown) > 30
     assert fe.inspect(again).decisions == fe.inspect(first).decisions

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from support import FP8_RECIPES, converted, same, tables
+from tiny_models import llama
 from torch import fx, nn
 from transformers.pytorch_utils import Conv1D
 
@@ -41,25 +41,17 @@ def test_layers_are_leaves_and_the_traced_model_trains_as_the_model_does(recipe:
     assert calls == ["up", "act", "down.0"]
     assert not any(node.op == "get_attr" for node in traced.graph.nodes)
     for step in range(3):  # scales of "delayed" are predicted from the second on
-        x = torch.randn(4, 32, generator=torch.Generator().manual_seed(step)) * (step + 1)
+        x = torch.randn(4, 32, generator=torch.Generator().manual_seed(step)).mul(step + 1).requires_grad_()
         results = []
         for each in (model, traced):
-            each.zero_grad()
-            leaf = x.clone().requires_grad_()
-            y = each(leaf)
-            y.square().mean().backward()
-            gradients = [p.grad for p in each.parameters()]
-            results.append([y, leaf.grad, *(torch.clone(g) for g in gradients if g is not None)])
+            y = each(x)
+            results.append([y.detach(), *torch.autograd.grad(y.square().mean(), [x, *each.parameters()])])
         assert same(*results)
     assert same(tables(traced), tables(model))
 
 
 def test_a_model_converted_with_fuse_can_be_traced_too():
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2, vocab_size=64
-    )
-    model = converted(transformers.LlamaForCausalLM(config), "current", fuse=True)
+    model = converted(llama(num_hidden_layers=1), "current", fuse=True)
     mlp, x = nn.Sequential(model.model.layers[0].mlp), torch.randn(2, 3, 32)
     traced = fx.symbolic_trace(mlp)
     assert [node.target for node in traced.graph.nodes if node.op == "call_module"][-1] == "0.down_proj"
@@ -72,24 +64,21 @@ def test_a_layer_by_itself_is_no_model_to_trace():
 
 
 @DEPRECATED
-@pytest.mark.parametrize("recipe", [*FP8_RECIPES, "auto", "bf16"])
-def test_script_names_the_layer_and_leaves_the_model_as_it_was(recipe: str):
+@pytest.mark.parametrize("recipe", [*FP8_RECIPES, "auto"])
+def test_torchscript_names_the_layer_and_leaves_the_model_as_it_was(recipe: str):
     model, x = net(recipe), torch.randn(4, 32)
     before = copy.deepcopy(model)
     with pytest.raises(fe.errors.ScriptError, match=r"^up: torch\.jit\.script.*torch\.export.*before fe\.convert"):
         torch.jit.script(model)
     assert torch.equal(model(x), before(x))
-
-
-@DEPRECATED
-@pytest.mark.parametrize("recipe", [*FP8_RECIPES, "auto"])
-def test_trace_names_the_layer(recipe: str):
     with pytest.raises(fe.errors.ScriptError, match=r"^up: torch\.jit\.trace.*before fe\.convert"):
-        torch.jit.trace(net(recipe), torch.randn(4, 32))
+        torch.jit.trace(model, x)
 
 
 @DEPRECATED
-def test_a_layer_in_16_bits_can_be_traced():
+def test_a_layer_in_16_bits_can_be_traced_and_not_scripted():
     model, x = fe.Linear(32, 48, recipe="fp32"), torch.randn(4, 32)
     traced: Any = torch.jit.trace(model, x)
     assert torch.equal(traced(2 * x), model(2 * x))
+    with pytest.raises(fe.errors.ScriptError, match=r"^up: torch\.jit\.script"):
+        torch.jit.script(net("bf16"))

@@ -1,4 +1,4 @@
-"""fe.TransformerLayer: outputs and every gradient against float64, for each way of building it; memory options."""
+"""fe.TransformerLayer: outputs and every gradient against float64, for each way of building it; as a module."""
 
 import math
 from typing import Any
@@ -7,11 +7,12 @@ import pytest
 import torch
 from fused import assert_equal
 from layer64 import exact_step, lively, step
-from support import FP8_RECIPES, sqnr
+from support import FP8_RECIPES, converted, sqnr
+from torch import nn
 
 import fp8engine as fe
+from fp8engine.autograd.attention import Cache, Rotary
 from fp8engine.errors import ShapeError, UnknownName
-from fp8engine.ops.reference.activations import ACTIVATIONS
 
 H, F = 32, 48
 GROUPED = fe.Heads(4, of_keys=2, theta=1e4, causal=True)
@@ -58,13 +59,6 @@ def test_every_form_against_float64(form: str):
     assert_near(step(layer, x, dy), exact_step(layer, x, dy), FP32_DB, FP32_DB)
 
 
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-@pytest.mark.parametrize("norm", ["rms", "layer"])
-def test_every_activation_under_either_norm(norm: str, activation: str):
-    layer, (x, dy) = make("gpt2", "fp32", activation=activation, norm=norm), data()
-    assert_near(step(layer, x, dy), exact_step(layer, x, dy), FP32_DB, FP32_DB)
-
-
 CASES = [(recipe, "llama", torch.float32) for recipe in FP8_RECIPES]
 # Without relu: the sign of what FP8 rounds is another one near 0, and its derivative jumps there.
 CASES += [("current", form, torch.float32) for form in FORMS if form not in ("llama", "opt")]
@@ -103,10 +97,9 @@ def test_inputs_kept_in_fp8_change_gradients_alone_and_little(recipe: str, form:
     assert sqnr(kept["y"], found["y"]) > (FP32_DB if form == "bert" else 1e9), "torch's norm, or ours, after a residual"
     assert not torch.equal(found["dx"], kept["dx"])
     # What is kept has errors of 31.5 dB, by row; three or four of them meet in a gradient, which has 24 dB at best.
-    worst = 10 * math.log10(1 + 4 * 10**-3.15 / 10**-2.4)
-    for name in wanted:
-        if name != "self_attn.k_proj.bias":
-            assert sqnr(wanted[name], found[name]) > min(sqnr(wanted[name], kept[name]), 24) - worst - 0.5, name
+    worst = 10 * math.log10(1 + 4 * 10**-3.15 / 10**-2.4) + 0.5
+    for name in wanted.keys() - {"self_attn.k_proj.bias"}:
+        assert sqnr(wanted[name], found[name]) > min(sqnr(wanted[name], kept[name]), 24) - worst, name
 
 
 @pytest.mark.parametrize("placement", ["pre", "post", "parallel", "parallel shared"])
@@ -121,54 +114,53 @@ def test_padding_is_not_seen_and_its_gradients_are_right(placement: str):
 
 
 @pytest.mark.parametrize("form", ["llama", "bert"])
-@pytest.mark.parametrize("shape", [(0, 5), (1, 1), (5, 1), (1, 131)])
+@pytest.mark.parametrize("shape", [(1, 1), (5, 1), (1, 131)])
 def test_odd_shapes(shape: tuple[int, int], form: str):
     layer, (x, dy) = make(form, "blockwise", store="fp8", recompute=True), data(rows=shape[0], t=shape[1])
     found = step(layer, x, dy)
     assert found["y"].shape == found["dx"].shape == x.shape
-    if len(x):
-        wanted = exact_step(layer, x, dy)
-        for name in ("y", "dx"):
-            assert sqnr(wanted[name], found[name]) > GRADIENT_DB
-    else:
-        assert not any(grad.any() for grad in found.values())
+    wanted = exact_step(layer, x, dy)
+    for name in ("y", "dx"):
+        assert sqnr(wanted[name], found[name]) > GRADIENT_DB
 
 
-def test_q_k_v_and_the_mlp_read_one_quantised_norm():
-    layer = make("llama", "current")
-    x, _ = data()
-    layer(x)
-    state = fe.scaling_state(layer)
-    first = [state[f"self_attn.{n}_proj.input"].amax.item() for n in "qkv"]
-    second = [state[f"mlp.{n}_proj.input"].amax.item() for n in ("gate", "up")]
-    n = layer.get_submodule("input_layernorm")(x)
-    assert first == [pytest.approx(n.abs().max().item(), rel=1e-6)] * 3
-    assert second == second[:1] * 2 != first[:2]
-    assert len({id(m.numerics.state) for m in layer.modules() if isinstance(m, fe.Linear)}) == 1
+@pytest.mark.parametrize("form", ["llama", "bert"])
+def test_no_rows(form: str):
+    layer, (x, dy) = make(form, "blockwise", store="fp8", recompute=True), data(rows=0, t=5)
+    found = step(layer, x, dy)
+    assert found["y"].shape == found["dx"].shape == x.shape
+    assert not any(grad.any() for grad in found.values())
 
 
-def test_errors_name_what_is_wrong():
-    cases: dict[str, Any] = {
-        "did you mean 'swiglu'": {"activation": "swigl"},
-        "unknown placement 'sandwich'; known: pre, post": {"placement": "sandwich"},
-        "did you mean 'activation'": {"recompute": "activations"},
-        "did you mean 'fp8'": {"store": "FP8"},
-        "unknown norm 'batch'": {"norm": "batch"},
-        "unknown layer in bias 'qkv'": {"bias": ("qkv",)},
-        "did you mean 'rowwise'": {"recipe": "rowise"},
-    }
-    for words, options in cases.items():
-        with pytest.raises(UnknownName, match=words):
-            fe.TransformerLayer(H, F, 4, **{"recipe": "current", **options})
-    with pytest.raises(ShapeError, match="heads divide the columns"):
-        fe.TransformerLayer(H, F, 5, recipe="current")
-    layer = make("llama", "current")
-    with pytest.raises(ShapeError, match=r"self_attn\.q_proj: mat1 and mat2"):
-        layer(torch.randn(2, 3, H + 1))
-    with pytest.raises(ShapeError, match=r"input of 2 dimensions; want \[batch, T, hidden_size\]"):
-        layer(torch.randn(3, H))
-    with pytest.raises(ShapeError, match=r"mask is \[2, 4\]; want \[batch, 3\]"):
-        layer(torch.randn(2, 3, H), torch.ones(2, 4, dtype=torch.bool))
+UNKNOWN: dict[str, dict[str, Any]] = {
+    "did you mean 'swiglu'": {"activation": "swigl"},
+    "unknown placement 'sandwich'; known: pre, post": {"placement": "sandwich"},
+    "did you mean 'activation'": {"recompute": "activations"},
+    "did you mean 'fp8'": {"store": "FP8"},
+    "unknown norm 'batch'": {"norm": "batch"},
+    "unknown layer in bias 'qkv'": {"bias": ("qkv",)},
+    "did you mean 'rowwise'": {"recipe": "rowise"},
+}
+
+
+@pytest.mark.parametrize("words", UNKNOWN)
+def test_unknown_names_offer_near_ones(words: str):
+    with pytest.raises(UnknownName, match=words):
+        fe.TransformerLayer(H, F, 4, **{"recipe": "current", **UNKNOWN[words]})
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ([torch.ones(2, 3, H + 1)], r"self_attn\.q_proj: mat1 and mat2"),
+        ([torch.ones(3, H)], r"input of 2 dimensions; want \[batch, T, hidden_size\]"),
+        ([torch.ones(2, 3, H), torch.ones(2, 4, dtype=torch.bool)], r"mask is \[2, 4\]; want \[batch, 3\]"),
+    ],
+    ids=["columns", "dimensions", "mask"],
+)
+def test_what_does_not_fit_is_named(given: list[torch.Tensor], words: str):
+    with pytest.raises(ShapeError, match=words):
+        make("llama", "current")(*given)
 
 
 def test_layers_are_called_as_modules_whatever_stands_in_their_place():
@@ -179,7 +171,111 @@ def test_layers_are_called_as_modules_whatever_stands_in_their_place():
     wanted = layer(x)
     assert called == list(layers)
     for name in ("self_attn.q_proj", "mlp.gate_proj", "mlp.down_proj"):  # readers that norms and activation know
-        plain = torch.nn.Linear(*reversed(layers[name].weight.shape), bias=layers[name].bias is not None)
+        plain = nn.Linear(*reversed(layers[name].weight.shape), bias=layers[name].bias is not None)
         plain.load_state_dict(layers[name].state_dict())
         layer.set_submodule(name, plain)
         assert sqnr(wanted, layer(x)) > 25
+
+
+LINEAR = [*(f"self_attn.{n}_proj" for n in "qkvo"), *(f"mlp.{n}_proj" for n in ("gate", "up", "down"))]
+
+
+def test_names_are_those_of_a_llama_block():
+    names = [f"{name}.weight" for name in (*LINEAR, "input_layernorm", "post_attention_layernorm")]
+    assert list(make("llama", "current").state_dict()) == names
+    post = fe.TransformerLayer(H, F, 4, recipe="current", placement="post")
+    assert [n for n in post.state_dict() if "norm" in n] == [
+        f"post_{part}_layernorm.{key}" for part in ("attention", "feedforward") for key in ("weight", "bias")
+    ]
+    shared = fe.TransformerLayer(H, F, 4, recipe="current", placement="parallel shared")
+    assert [n for n in shared.state_dict() if "norm" in n] == ["input_layernorm.weight", "input_layernorm.bias"]
+
+
+def test_dropout_is_that_of_the_seed_and_only_in_training():
+    layer, x = make("llama", "fp32", dropout=0.5, heads=fe.Heads(4, 2, dropout=0.5)), torch.randn(2, 6, H)
+    found = []
+    for seed in (3, 3, 4):
+        torch.manual_seed(seed)
+        found.append(layer(x))
+    assert torch.equal(found[0], found[1])
+    assert not torch.equal(found[0], found[2])
+    plain = make("llama", "fp32", heads=fe.Heads(4, 2))
+    plain.load_state_dict(layer.state_dict())
+    assert torch.equal(layer.eval()(x), plain(x))
+    assert torch.equal(layer(x), layer(x))
+
+
+@pytest.mark.parametrize("placement", ["pre", "post", "parallel"])
+def test_dropout_is_before_the_residual_and_apart_for_both(placement: str):
+    """All of it dropped leaves the residual; of one, the other."""
+    x, post = torch.randn(2, 6, H), placement == "post"
+    layer = fe.TransformerLayer(H, F, 4, recipe="fp32", placement=placement, dropout=1.0)
+    first, second = (layer.get_submodule(name) for name in layer.norms())
+    after_first = first(x) if post else x
+    mlp_alone = after_first + layer.mlp(after_first if post else second(x))
+    attention_alone = x + layer.self_attn(x if post else first(x))
+    wanted = {
+        (1.0, 1.0): second(first(x)) if post else x,
+        (1.0, 0.0): second(mlp_alone) if post else mlp_alone,
+        (0.0, 1.0): second(first(attention_alone)) if post else attention_alone,
+    }
+    for dropout, want in wanted.items():
+        layer.dropout = dropout
+        assert torch.allclose(layer(x), want, rtol=0, atol=1e-6), dropout
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_under_autocast_matmuls_are_in_its_dtype_and_the_residual_in_fp32(dtype: torch.dtype):
+    layer, x, dy = make("llama", "current"), torch.randn(4, 8, H), torch.randn(4, 8, H)
+    seen = []
+    layer.self_attn.o_proj.register_forward_hook(lambda m, args, y: seen.append((args[0].dtype, y.dtype)))
+    with torch.autocast("cpu", dtype):
+        found = step(layer, x, dy)
+    assert seen == [(dtype, dtype)]
+    assert found["y"].dtype == torch.float32
+    wanted = exact_step(layer, x, dy)
+    assert min(sqnr(wanted[name], found[name]) for name in wanted) > 13.5
+
+
+def test_meta():
+    layer = make("llama", "current", device="meta", dtype=torch.bfloat16)
+    assert layer(torch.empty(2, 6, H, device="meta", dtype=torch.bfloat16)).shape == (2, 6, H)
+
+
+@pytest.mark.parametrize("recipe", ["rowwise", "fp32"])
+@pytest.mark.parametrize(
+    "heads",
+    [GROUPED, fe.Heads(4, 1, theta=Rotary(1e4, width=4), causal=True, window=3, qk_norm=1e-5)],
+    ids=["llama", "window"],
+)
+@pytest.mark.parametrize("placement", ["pre", "post", "parallel"])
+def test_decoding_with_a_cache_gives_the_whole_sequence(placement: str, heads: Any, recipe: str):
+    layer, x, cache = make("llama", recipe, heads=heads, placement=placement).eval(), torch.randn(2, 6, H), Cache()
+    with torch.no_grad():
+        whole = layer(x)
+        steps = torch.cat([layer(part, cache=cache) for part in x.split([3, 2, 1], 1)], 1)
+    # Rows are cast by themselves, so FP8 gives the same codes; BF16 products may round sums the other way.
+    assert sqnr(whole, steps) > (110 if recipe == "fp32" else 35)
+    assert len(cache) == 6
+
+
+def test_padding_on_the_left_with_positions_of_its_own():
+    layer, x = make("llama", "fp32").eval(), torch.randn(1, 6, H)
+    mask, positions = torch.tensor([[False, False, True, True, True, True]]), torch.tensor([[0, 0, 0, 1, 2, 3]])
+    with torch.no_grad():
+        assert sqnr(layer(x[:, 2:]), layer(x, mask, positions)[:, 2:]) > 110
+        assert sqnr(layer(x[:, 2:]), layer(x, mask)[:, 2:]) > 100, "scores depend on distances"
+
+
+def test_the_report_tells_what_ran():
+    model = converted(nn.Sequential(make("llama", "rowwise"), nn.Linear(H, 8)), "current")
+    recipes = [(f"0.{name}", "rowwise") for name in LINEAR] + [("1", "current")]
+    assert [row["reason"][:9] for row in fe.inspect(model).layers] == ["never ran"] * 8
+    model(torch.randn(2, 6, H)).sum().backward()
+    report = fe.inspect(model)
+    assert [(row["name"], row["recipe"]) for row in report.layers] == recipes
+    assert all(row["ran"] and row["backend"] == "reference" and row["rows"] == 12 for row in report.layers)
+    assert report.totals["fp8_flops_share"] == 1.0
+    view = fe.scaling_state(model)
+    assert list(view)[:21] == [f"0.{name}.{role}" for name in LINEAR for role in ("input", "weight", "grad_output")]
+    assert all(int(slot.calls) == 1 and slot.amax > 0 for slot in view.values())
