@@ -1,4 +1,7 @@
-"""Two real processes: delayed scaling predicts the same scales on every rank, from one all-reduce a step."""
+"""Where ranks predict scales each by itself: not asked to join, nothing predicted, uneven inputs, groups that are gone.
+
+That joined ranks predict from the largest amax of all, by one all-reduce a step, is in test_distributed_resume.py.
+"""
 
 import contextlib
 import warnings
@@ -13,113 +16,61 @@ from torch.nn.parallel import DistributedDataParallel
 import fp8engine as fe
 from benchmarks.distributed.processes import run
 
-RANKS = 2
-STEPS = 3
-# Amax of the input on each rank in each step: the larger is on another rank each time.
-AMAX = [[1.0, 8.0], [32.0, 2.0], [4.0, 4.5]]
+AMAX = [[1.0, 8.0], [32.0, 2.0], [4.0, 4.5]]  # of the input in each step, by rank
 
 
-def inputs(rank: int, step: int) -> torch.Tensor:
-    x = torch.linspace(-1, 1, 6 * 16).reshape(6, 16)
-    return x * AMAX[step][rank]
-
-
-def train(how: str, recipe: str, rank: int) -> dict:
-    """Scales after each forward, and how often ranks were joined.  how: ddp, compiled, asked, alone, join."""
-    torch.manual_seed(0)
+def train(how: str, recipe: str, rank: int) -> tuple[list[float], int, list[str]]:
+    """The input's scale after each forward, how often ranks were joined, and what was said of it."""
     model = inner = converted(nn.Sequential(nn.Linear(16, 16, bias=False)), recipe)
-    if how != "alone" and how != "asked":
+    if how != "alone":
         model = DistributedDataParallel(model)
-    if how == "compiled":
-        model = torch.compile(model, backend="aot_eager")
-    if how == "asked":
-        fe.distributed.reduce_amax(inner)
-    joined, real = [], dist.all_reduce
+    joined, real, scales = [], dist.all_reduce, []
     dist.all_reduce = lambda *args, **named: joined.append((*args[1:], "none")[0]) or real(*args, **named)
-    scales = []
     try:
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
-            for step in range(STEPS):
+            for amaxes in AMAX:
                 with model.join() if how == "join" else contextlib.nullcontext():
-                    y = model(inputs(rank, step))
-                    state = fe.scaling_state(inner)
-                    scales.append([state[f"0.{role}"].scale.item() for role in ("input", "grad_output")])
-                    y.backward(torch.full_like(y, 2.0 ** (step + rank)))
+                    y = model(torch.linspace(-1, 1, 6 * 16).reshape(6, 16) * amaxes[rank])
+                    scales.append(fe.scaling_state(inner)["0.input"].scale.item())
+                    y.sum().backward()
     finally:
         dist.all_reduce = real
-    return {
-        "scales": scales,
-        "joined": sum(op == dist.ReduceOp.MAX for op in joined),
-        "said": [str(w.message) for w in said if "join" in str(w.message)],
-    }
+    return scales, joined.count(dist.ReduceOp.MAX), [str(w.message) for w in said if "join" in str(w.message)]
 
 
-def work(rank: int, ranks: int) -> dict:
-    """One rank."""
-    runs = [("ddp", "delayed"), ("compiled", "delayed"), ("asked", "delayed"), ("alone", "delayed"), ("ddp", "current")]
-    return {case: train(*case, rank) for case in [*runs, ("join", "delayed")]}
-
-
-@pytest.fixture(scope="module")
-def found() -> list[dict]:
-    """What each rank saw."""
-    return run(work, RANKS)
+def work(rank: int, ranks: int) -> list[tuple[list[float], int, list[str]]]:
+    return [train(*case, rank) for case in (("alone", "delayed"), ("join", "delayed"), ("ddp", "current"))]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["ddp", "compiled", "asked"])
-def test_every_rank_predicts_from_the_largest_amax_of_all(how: str, found: list[dict]):
-    first, second = (rank[how, "delayed"] for rank in found)
-    assert first["scales"][1:] == second["scales"][1:]  # the first step of all takes each rank's own amax
-    for step in range(1, STEPS):
-        seen = max(max(row) for row in AMAX[:step])
-        grad = max(2.0 ** (earlier + 1) for earlier in range(step))
-        # scale = 1 / RN(MAX / amax), of powers of two times 448 and 57344: within two roundings of amax / MAX
-        assert first["scales"][step] == pytest.approx([seen / 448, grad / 57344], rel=2.0**-22)
-    assert first["joined"] == STEPS, "one all-reduce a step"
+def test_ranks_on_their_own_stay_on_their_own():
+    """Uneven inputs are not waited for, and that is said; scales of the tensor itself need nothing of other ranks."""
+    for rank, (alone, uneven, current) in enumerate(run(work, 2)):
+        assert [joined for _, joined, _ in (alone, uneven, current)] == [0, 0, 0]
+        # scale = 1 / RN(MAX / amax): within two roundings
+        assert alone[0][1] == pytest.approx(AMAX[0][rank] / 448, rel=2.0**-22)
+        assert "each rank predicts its own scales" in uneven[2][0]
 
 
-@pytest.mark.slow
-def test_ranks_on_their_own_stay_on_their_own(found: list[dict]):
-    for rank in range(RANKS):
-        alone = found[rank]["alone", "delayed"]
-        assert alone["scales"][1][0] == pytest.approx(AMAX[0][rank] / 448, rel=2.0**-22)
-        assert alone["joined"] == 0
-
-
-@pytest.mark.slow
-def test_scales_from_the_tensor_itself_need_nothing_from_other_ranks(found: list[dict]):
-    assert [rank["ddp", "current"]["joined"] for rank in found] == [0, 0]
-
-
-@pytest.mark.slow
-def test_uneven_inputs_are_not_waited_for_and_that_is_said(found: list[dict]):
-    for rank in found:
-        assert rank["join", "delayed"]["joined"] == 0
-        assert "each rank predicts its own scales" in rank["join", "delayed"]["said"][0]
-
-
-def test_what_cannot_be_joined_says_why():
+def stepped(ranks: str) -> nn.Module:
+    """A layer after a step, told that its group is another."""
     layer = fe.Linear(8, 8, recipe="delayed")
-    with pytest.raises(fe.errors.ParallelError, match="not initialised; call init_process_group"):
-        fe.distributed.reduce_amax(layer)
-    layer.numerics.state.ranks = "7"
+    layer.numerics.state.ranks = ranks
     layer(torch.randn(2, 8)).sum().backward()
+    return layer
+
+
+def test_without_a_group_the_error_says_why():
+    with pytest.raises(fe.errors.ParallelError, match="not initialised; call init_process_group"):
+        fe.distributed.reduce_amax(fe.Linear(8, 8, recipe="delayed"))
     with pytest.raises(fe.errors.ParallelError, match="process group '7', which was destroyed"):
-        layer(torch.randn(2, 8))
+        stepped("7")(torch.randn(2, 8))
 
 
-def test_a_model_that_is_not_converted_is_refused():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        with pytest.raises(fe.errors.ParallelError, match=r"no converted layers; call fe\.convert"):
-            fe.distributed.reduce_amax(nn.Linear(2, 2))
-        layer = fe.Linear(8, 8, recipe="delayed")
-        fe.distributed.reduce_amax(layer)
-        layer(torch.randn(2, 8)).sum().backward()
-        layer.numerics.state.ranks = "no such group"
-        with pytest.raises(fe.errors.ParallelError, match="'no such group', which is not there"):
-            layer(torch.randn(2, 8))
-    finally:
-        dist.destroy_process_group()
+@pytest.mark.usefixtures("group")
+def test_what_cannot_be_joined_is_refused():
+    with pytest.raises(fe.errors.ParallelError, match=r"no converted layers; call fe\.convert"):
+        fe.distributed.reduce_amax(nn.Linear(2, 2))
+    with pytest.raises(fe.errors.ParallelError, match="'no such group', which is not there"):
+        stepped("no such group")(torch.randn(2, 8))

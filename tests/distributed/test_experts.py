@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from divided_experts import CASES, EVERYTHING, E, Experts, H, K, alone, divided, given, step
+from ranks import gradients, outcomes, refusal, says, told_on_every_rank
 from support import EXACT_SCALES, converted, spy_on, sqnr
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -62,39 +63,40 @@ def casts_of_rows(rank: int, ranks: int, mesh) -> list[tuple[int, ...]]:
     return [shape for shape in seen if shape not in ((E // ranks * H, K), (E // ranks * K, H))]
 
 
-def others(rank: int, ranks: int, mesh) -> dict:
+def others(rank: int, ranks: int, mesh) -> None:
     """Checkpointing, an overflow, the state_dict and the report."""
     x, dy, sizes = given(rank, "uneven")
     model = divided(mesh, Experts("rowwise"))
-    again = copy.copy(model)
+    again, forward = copy.copy(model), model.forward
+    again.forward = lambda x, sizes: checkpoint(forward, x, sizes, use_reentrant=False)
     plain = step(model, x, dy, sizes)
+    model.zero_grad()
+    assert all(map(torch.equal, plain.values(), step(again, x, dy, sizes).values())), "bit for bit"
+
     current = divided(mesh, Experts("current"))
     step(current, x, dy, sizes)
-    amaxes = [fe.scaling_state(layer)["input"].amax.item() for layer in (model.up, current.up)]
+    amaxes = [given(r, "uneven")[0].abs().max().item() if sum(CASES["uneven"][r % 2]) else 0 for r in range(ranks)]
+    seen = [fe.scaling_state(layer)["input"].amax.item() for layer in (model.up, current.up)]
+    assert seen == [amaxes[rank], max(amaxes)], "of the rows that it sent; of all ranks' rows"
     delayed = divided(mesh, Experts("delayed"), ["input"])
     for _ in range(2):
         step(delayed, x, dy, sizes)
     predicted = fe.scaling_state(delayed.up)["input"]
-    model.zero_grad()
-    forward = model.forward
-    again.forward = lambda x, sizes: checkpoint(forward, x, sizes, use_reentrant=False)
-    recomputed = step(again, x, dy, sizes)
+    # scale = 1 / RN(MAX / amax): two roundings.  Not a row's scale, which is a power of two
+    assert predicted.scale.item() == pytest.approx(predicted.history[0].item() / 448, rel=2.0**-22)
+
     if rank == 0:
         x[4, 7] = torch.inf
     bad = (~torch.isfinite(model(x, sizes).detach())).any(1).nonzero().flatten().tolist()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    optimizer.step()
+    assert bad == ([4] if rank == 0 else []), "Inf is not hidden, and stays in its row"
+    torch.optim.AdamW(model.parameters(), lr=0.1).step()
+    shapes = {"up.weight": (E, H, K), "up.bias": (E, H), "down.weight": (E, K, H)}
     state = model.state_dict()
-    report = fe.inspect(model)
-    return {
-        "checkpointed": all(torch.equal(plain[name], recomputed[name]) for name in plain),
-        "bad": bad,
-        "state": {name: tuple(value.shape) for name, value in state.items()},
-        "local": {name: tuple(value.to_local().shape) for name, value in state.items()},
-        "ready": [layer["input"]["ready"] for layer in report.layers],
-        "amaxes": amaxes,
-        "predicted": (predicted.scale.item(), predicted.history[0].item() / 448),
-    }
+    assert {name: tuple(value.shape) for name, value in state.items()} == shapes, "names and shapes as before"
+    local = {name: tuple(value.to_local().shape) for name, value in state.items()}
+    assert local == {name: (E // ranks, *shape[1:]) for name, shape in shapes.items()}
+    up, down = (layer["input"]["ready"] for layer in fe.inspect(model).layers)
+    assert up > 0 == down
 
 
 def transformers_experts(rank: int, ranks: int, mesh) -> dict:
@@ -126,11 +128,12 @@ def transformers_experts(rank: int, ranks: int, mesh) -> dict:
             x_, weights_ = x.clone().requires_grad_(), weights.clone().requires_grad_()
             y = module(x_, chosen, weights_)
             y.backward(dy)
-            gradients = {name: p.grad for name, p in module.named_parameters()}
-            whole = {n: g.full_tensor() if module is experts else sum_of(g) for n, g in gradients.items()}
-            results.append({"y": y.detach(), "dx": x_.grad, "dweights": weights_.grad, **whole})
+            of_parameters = gradients(module)
+            if module is local:
+                of_parameters = {name: sum_of(g) for name, g in of_parameters.items()}
+            results.append({"y": y.detach(), "dx": x_.grad, "dweights": weights_.grad, **of_parameters})
         chosen[3, 1] = E if rank == 1 else 0
-        found[kind] = *results, said(lambda: experts(x, chosen, weights))  # noqa: B023 - called at once
+        found[kind] = *results, refusal(lambda: experts(x, chosen, weights))  # noqa: B023 - called at once
     return found
 
 
@@ -141,34 +144,46 @@ def sum_of(x: Any) -> torch.Tensor:
     return x
 
 
-def said(call) -> str:
-    with pytest.raises(Exception) as refused:  # noqa: PT011 - which one it is, the test checks
-        call()
-    return f"{type(refused.value).__name__}: {refused.value}"
-
-
-def refusals(rank: int, ranks: int, mesh) -> dict:
-    """What each rank is told, and that the next call works."""
-    model, (x, _, sizes) = divided(mesh, Experts("rowwise")), given(rank, "uneven")
-    wrong = [*sizes[:-1], sizes[-1] + (rank == 0)]
+def refusals(rank: int, ranks: int, mesh) -> list[tuple[str, str]]:
+    """(what is wanted, what this rank is told) of each call; and the next call works."""
+    model, (x, _, sizes), first = divided(mesh, Experts("rowwise")), given(rank, "uneven"), rank == 0
+    wrong = [*sizes[:-1], sizes[-1] + first]
     flat = init_device_mesh("cpu", (1, ranks), mesh_dim_names=("dp", "ep"))
-    found = {
-        "indivisible": said(lambda: divided(mesh, Experts("rowwise", experts=ranks + 1))),
-        "recipes": said(lambda: divided(mesh, Experts("rowwise" if rank else "current"))),
-        "options": said(lambda: divided(mesh, Experts("rowwise"), ("input",) if rank else None)),
-        "twice": said(lambda: divided(mesh, model)),
-        "none": said(lambda: divided(mesh, nn.Linear(2, 2))),
-        "mesh": said(lambda: divided(flat, Experts("rowwise"))),
-        "sum": said(lambda: model(x, wrong)),
-        "tensor": said(lambda: model(x, torch.tensor(wrong))),
-        "nothing": said(lambda: model(x, None if rank == 0 else sizes)),
-        "float64": said(lambda: model(x.double() if rank == 0 else x, sizes)),
-        "columns": said(lambda: model(x[:, : K - (rank == 0)], sizes)),
-        "dtype": said(lambda: model(x.bfloat16() if rank == 0 else x, sizes)),
-        "word": said(lambda: fe.distributed.ExpertParallel(fp8=["inputs"])),
+    alike = {
+        f"its {ranks + 1} experts are not divisible by {ranks} ranks": lambda: divided(
+            mesh, Experts("rowwise", experts=ranks + 1)
+        ),
+        "layer 0's recipe is current on rank 0 of the group and rowwise on rank 1": lambda: divided(
+            mesh, Experts("rowwise" if rank else "current")
+        ),
+        r"fp8 is None on rank 0 of the group and \['input'\] on rank 1": lambda: divided(
+            mesh, Experts("rowwise"), ("input",) if rank else None
+        ),
+        "ExpertParallel: .*divided already": lambda: divided(mesh, model),
+        "Linear holds no experts that fe.convert has converted": lambda: divided(mesh, nn.Linear(2, 2)),
+        r"pass one of them, such as mesh\['ep'\]": lambda: divided(flat, Experts("rowwise")),
+        "UnknownName: unknown transfer 'inputs'; did you mean 'input'": lambda: fe.distributed.ExpertParallel(
+            fp8=["inputs"]
+        ),
+        r"GroupedLinear: rows of torch\.": lambda: model(x.bfloat16() if first else x, sizes),
     }
-    y = model(x, sizes)
-    return found | {"after": torch.isfinite(y).all().item()}
+    rows, columns = "sum to 65, and the input has 64 rows", r"want \[T, 129\]"
+    of_first = [
+        (f"ShapeError: GroupedLinear: .*{rows}", lambda: model(x, wrong)),
+        (f"ShapeError: GroupedLinear: .*{rows}", lambda: model(x, torch.tensor(wrong))),
+        (f"ShapeError: .*{columns}", lambda: model(x[:, : K - first], sizes)),
+        ("TypeError: ", lambda: model(x, None if first else sizes)),
+        (
+            r"UnsupportedDtype: .*GroupedLinear: input is torch\.float64",
+            lambda: model(x.double() if first else x, sizes),
+        ),
+    ]
+    found = [(wanted, refusal(call)) for wanted, call in alike.items()]
+    found += [
+        (wanted if first else "rank 0 of the group refused its input", refusal(call)) for wanted, call in of_first
+    ]
+    assert torch.isfinite(model(x, sizes)).all(), "and the next call works"
+    return found
 
 
 class Scaled(nn.Module):
@@ -214,7 +229,7 @@ def work(rank: int, ranks: int) -> dict:
         "steps": steps(rank, ranks, mesh),
         "one layer": one_layer(rank, ranks, mesh),
         "casts": casts_of_rows(rank, ranks, mesh),
-        "others": others(rank, ranks, mesh),
+        "others": outcomes([others], rank, ranks, mesh),
         "transformers": transformers_experts(rank, ranks, mesh) if ranks == 2 else None,
         "refusals": refusals(rank, ranks, mesh),
         "fsdp": with_fsdp(rank, ranks, mesh),
@@ -320,21 +335,7 @@ def test_codes_that_arrive_are_not_cast(found: list[dict]):
 
 @pytest.mark.slow
 def test_checkpointing_an_overflow_the_state_dict_and_the_report(found: list[dict]):
-    for rank, mine in enumerate(found):
-        other = mine["others"]
-        assert other["checkpointed"], "bit for bit"
-        assert other["bad"] == ([4] if rank == 0 else []), "Inf is not hidden, and stays in its row"
-        shapes = {"up.weight": (E, H, K), "up.bias": (E, H), "down.weight": (E, K, H)}
-        assert other["state"] == shapes, "names and shapes as before"
-        assert other["local"] == {name: (E // len(found), *shape[1:]) for name, shape in shapes.items()}
-        of_ranks = [
-            given(r, "uneven")[0].abs().max().item() if len(given(r, "uneven")[0]) else 0 for r in range(len(found))
-        ]
-        assert other["amaxes"] == [of_ranks[rank], max(of_ranks)], "of the rows that it sent; of all ranks' rows"
-        # scale = 1 / RN(MAX / amax): two roundings.  Not a row's scale, which is a power of two
-        assert other["predicted"][0] == pytest.approx(other["predicted"][1], rel=2.0**-22)
-        assert other["ready"][0] > 0
-        assert other["ready"][1] == 0
+    assert told_on_every_rank(others, [mine["others"] for mine in found]) == ""
 
 
 @pytest.mark.slow
@@ -360,27 +361,5 @@ def test_fully_shard_around_it(found: list[dict]):
 
 @pytest.mark.slow
 def test_what_is_refused_is_refused_on_every_rank(found: list[dict]):
-    ranks = len(found)
-    for rank, mine in enumerate(found):
-        told = mine["refusals"]
-        assert f"its {ranks + 1} experts are not divisible by {ranks} ranks" in told["indivisible"]
-        assert "layer 0's recipe is current on rank 0 of the group and rowwise on rank 1" in told["recipes"]
-        assert "fp8 is None on rank 0 of the group and ['input'] on rank 1" in told["options"]
-        assert "divided already" in told["twice"]
-        assert "Linear holds no experts that fe.convert has converted" in told["none"]
-        assert "pass one of them, such as mesh['ep']" in told["mesh"]
-        assert "unknown transfer 'inputs'; did you mean 'input'" in told["word"]
-        for key in ("indivisible", "recipes", "options", "twice", "none", "mesh"):
-            assert told[key].startswith("ParallelError: ExpertParallel: "), key
-        for key, own in {"sum": "sum to 65, and the input has 64 rows", "columns": "want [T, 129]"}.items():
-            expected = f"ShapeError: GroupedLinear: .*{own}" if rank == 0 else "rank 0 of the group refused its input"
-            assert told[key].startswith("ShapeError" if rank == 0 else "ParallelError")
-            assert expected.split(".*")[-1] in told[key]
-        assert told["tensor"] == told["sum"]
-        for key, own in {
-            "nothing": "TypeError",
-            "float64": "UnsupportedDtype: GroupedLinear: input is torch.float64",
-        }.items():
-            assert told[key].startswith(own if rank == 0 else "ParallelError")
-        assert told["dtype"].startswith("ParallelError: GroupedLinear: rows of torch.")
-        assert told["after"], "and the next call works"
+    for mine in found:
+        assert [pair for pair in mine["refusals"] if not says(pair[1], pair[0])] == []

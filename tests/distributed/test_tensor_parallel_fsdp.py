@@ -6,11 +6,11 @@ them: now and then one of the 1920 numbers of a dy falls on the other side of a 
 itself, which is 2^-3 / sqrt(1920) = 3e-3 of the gradient, and a third of that of a loss that falls by a third.
 """
 
-import dataclasses
 from typing import Any
 
 import pytest
 import torch
+from ranks import exact, whole
 from support import converted
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -20,7 +20,6 @@ from torch.distributed.tensor import DTensor, Shard
 import fp8engine as fe
 from benchmarks.distributed.processes import run
 from fp8engine.distributed.traffic import Traffic
-from fp8engine.numerics.recipe import resolve
 
 RANKS, BATCH, T, WIDTH, WIDE, STEPS = 4, 4, 8, 60, 88, 3
 RECIPES = ("rowwise", "current", "delayed", "auto")
@@ -40,7 +39,7 @@ class MLP(nn.Module):
 
 def made(recipe: str) -> Any:
     torch.manual_seed(0)
-    return converted(nn.Sequential(*(MLP() for _ in range(2))), dataclasses.replace(resolve(recipe), output=fe.FP32))
+    return converted(nn.Sequential(MLP(), MLP()), exact(recipe))
 
 
 def train(model: nn.Module, batches: list, parts: int = 1) -> list[float]:
@@ -94,7 +93,7 @@ def trained(recipe: str, shape: tuple[int, int], codes: bool = False) -> dict:
     with Traffic() as traffic:
         losses = torch.tensor(train(model, [(x, target)], shape[1]))
     torch.distributed.all_reduce(losses)
-    weights = {name: whole(p.detach()) for name, p in model.named_parameters()}
+    weights = {name: whole(p) for name, p in model.named_parameters()}
     placements = {name: str(p.placements) for name, p in model.named_parameters() if isinstance(p, DTensor)}
     return {
         "losses": (losses / shape[0]).tolist(),
@@ -102,10 +101,6 @@ def trained(recipe: str, shape: tuple[int, int], codes: bool = False) -> dict:
         "placements": placements,
         "traffic": traffic.to_dict(),
     }
-
-
-def whole(t: torch.Tensor) -> torch.Tensor:
-    return t.full_tensor() if isinstance(t, DTensor) else t
 
 
 def work(rank: int, ranks: int) -> dict:
