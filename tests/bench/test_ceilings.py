@@ -5,7 +5,6 @@ multiprocessor, and with 0.8 us of latency 29,091 bytes on their way.
 """
 
 import dataclasses
-import doctest
 import json
 from types import SimpleNamespace
 
@@ -265,10 +264,3 @@ def test_the_distance_is_of_48_layers_and_144_matmuls():
             assert all(0.1 < share < 1 for share in distance.shares(H100_SXM, kernel, sums, "forward"))
     block, fast = (distance.shares(H100_SXM, "Triton", sums, "wgrad") for sums in ("block", "fast"))
     assert sum(block) < sum(fast)  # 64 bytes a clock from L2 instead of 48
-
-
-@pytest.mark.parametrize("module", [ceilings, traffic, tables, distance, memory_time])
-def test_examples_in_docstrings(module):
-    found = doctest.testmod(module)
-    assert found.attempted > 0
-    assert found.failed == 0

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from chains import storing
 from ranks import refusal, says
 from support import converted
 from torch import nn
@@ -31,11 +32,6 @@ def plan(**tokens) -> dict:
 
 def mlp(activation: str) -> Any:
     return fe.LayerNormMLP(K, N, activation, recipe="current")
-
-
-def storing() -> fe.Recipe:
-    e4m3 = fe.Cast(fe.E4M3)
-    return fe.Recipe(e4m3, e4m3, fe.Cast(fe.E5M2), stored=fe.Cast(fe.E4M3, scaling="delayed"))
 
 
 def with_part_of_a_norms_layers(mesh) -> Any:

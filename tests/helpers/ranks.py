@@ -67,7 +67,7 @@ def refusal(call: Callable[[], object]) -> str:
 
 def says(told: str, wanted: str) -> bool:
     """Whether a `refusal` is what is wanted: a pattern of its text, of a ParallelError where it names no class."""
-    names_class = re.match(r"(\w+Error|UnknownName): ", wanted)
+    names_class = re.match(r"(\w+Error|UnknownName|UnsupportedDtype): ", wanted)
     return bool(re.match(wanted if names_class else f"ParallelError: .*{wanted}", told, re.DOTALL))
 
 
