@@ -6,7 +6,6 @@ import multiprocessing
 import os
 import pickle
 import shutil
-import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ import fp8engine as fe
 from benchmarks.distributed.processes import IMPORTED
 from fp8engine.demo import disk
 
+pytestmark = pytest.mark.filterwarnings("ignore")  # torch's, of a process without a group
 OPERATIONS = [(os, name) for name in ("rename", "replace", "remove", "unlink", "rmdir", "mkdir", "fsync", "open")]
 OPERATIONS += [(builtins, "open"), (io, "open")]
 
@@ -81,17 +81,13 @@ def parts(value: int) -> dict[str, Any]:
 
 
 def save(path: Path, value: int) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch's, of a process without a group
-        fe.distributed.save(path, **parts(value))
+    fe.distributed.save(path, **parts(value))
 
 
 def loaded(path: Path) -> int:
     """The value of the checkpoint, in which all parts have one."""
     into = parts(0)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        fe.distributed.load(path, **into)
+    fe.distributed.load(path, **into)
     momenta = [state["momentum_buffer"] for state in into["optimizer"].state.values()]
     numbers = {x for tensor in (*into["model"].parameters(), *momenta) for x in tensor.flatten().tolist()}
     assert numbers == {float(into["number"].value)}

@@ -53,18 +53,20 @@ def one_layer(rank: int, ranks: int, mesh) -> dict:
     return {"found": found, "wanted": torch.cat(y.split(lengths)[rank::ranks]), "bytes": traffic.to_dict()}
 
 
-def casts_of_rows(rank: int, ranks: int, mesh) -> list[tuple[int, ...]]:
-    """Shapes that a forward without gradients casts, weights left out."""
+def codes_that_arrive_are_not_cast(rank: int, ranks: int, mesh) -> None:
+    """A forward casts x where it is sent, and the activation's result where the experts are; and weights."""
     model, (x, _, sizes) = divided(mesh, Experts("rowwise")), given(rank, "uneven")
     seen = []
     with pytest.MonkeyPatch.context() as patch, torch.no_grad():
         spy_on(patch, "quantize", lambda real, x_MK, *rest: seen.append(tuple(x_MK.shape)) or real(x_MK, *rest))
         model(x, sizes)
-    return [shape for shape in seen if shape not in ((E // ranks * H, K), (E // ranks * K, H))]
+    here = range(rank * E // ranks, (rank + 1) * E // ranks)
+    arrived = sum(CASES["uneven"][other % 2][e] for other in range(ranks) for e in here)
+    weights = ((E // ranks * H, K), (E // ranks * K, H))
+    assert [shape for shape in seen if shape not in weights] == [(len(x), K), (arrived, H)]
 
 
-def others(rank: int, ranks: int, mesh) -> None:
-    """Checkpointing, an overflow, the state_dict and the report."""
+def checkpointing_an_overflow_the_state_dict_and_the_report(rank: int, ranks: int, mesh) -> None:
     x, dy, sizes = given(rank, "uneven")
     model = divided(mesh, Experts("rowwise"))
     again, forward = copy.copy(model), model.forward
@@ -223,17 +225,14 @@ def with_fsdp(rank: int, ranks: int, mesh) -> dict:
     return {"found": found, "wanted": wanted | {"gamma": dgamma}}
 
 
+ON_EVERY_RANK = (checkpointing_an_overflow_the_state_dict_and_the_report, codes_that_arrive_are_not_cast)
+
+
 def work(rank: int, ranks: int) -> dict:
     mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("ep",))
-    return {
-        "steps": steps(rank, ranks, mesh),
-        "one layer": one_layer(rank, ranks, mesh),
-        "casts": casts_of_rows(rank, ranks, mesh),
-        "others": outcomes([others], rank, ranks, mesh),
-        "transformers": transformers_experts(rank, ranks, mesh) if ranks == 2 else None,
-        "refusals": refusals(rank, ranks, mesh),
-        "fsdp": with_fsdp(rank, ranks, mesh),
-    }
+    found = {part.__name__: part(rank, ranks, mesh) for part in (steps, one_layer, refusals, with_fsdp)}
+    found |= outcomes(ON_EVERY_RANK, rank, ranks, mesh)
+    return found | {"transformers": transformers_experts(rank, ranks, mesh) if ranks == 2 else None}
 
 
 @functools.cache
@@ -291,7 +290,7 @@ def test_other_recipes_lose_nothing_either(recipe: str | fe.Recipe, found: list[
 @pytest.mark.slow
 def test_current_has_one_scale_for_the_rows_of_all_ranks(found: list[dict]):
     for mine in found:
-        layer = mine["one layer"]
+        layer = mine["one_layer"]
         all_alike({"y": layer["found"]}, {"y": layer["wanted"]})
         assert layer["bytes"]["all-reduce float32"]["calls"] == 1
         # Later casts, h and dy, have scales of each rank's own: two casts of the same tensor, 28.5 dB apart at worst.
@@ -325,17 +324,9 @@ def test_dispatch_sends_a_byte_and_a_scale_for_a_row(found: list[dict]):
 
 
 @pytest.mark.slow
-def test_codes_that_arrive_are_not_cast(found: list[dict]):
-    for rank, mine in enumerate(found):
-        here = range(rank * E // len(found), (rank + 1) * E // len(found))
-        arrived = sum(CASES["uneven"][other % 2][e] for other in range(len(found)) for e in here)
-        # x where it is sent, and the activation's result where the experts are: no cast of what arrived.
-        assert mine["casts"] == [(sum(CASES["uneven"][rank % 2]), K), (arrived, H)]
-
-
-@pytest.mark.slow
-def test_checkpointing_an_overflow_the_state_dict_and_the_report(found: list[dict]):
-    assert told_on_every_rank(others, [mine["others"] for mine in found]) == ""
+@pytest.mark.parametrize("part", ON_EVERY_RANK, ids=lambda part: part.__name__)
+def test_on_every_rank(part, found: list[dict]):
+    assert told_on_every_rank(part, found) == ""
 
 
 @pytest.mark.slow
@@ -355,8 +346,8 @@ def test_experts_of_transformers(kind: str, found: list[dict]):
 def test_fully_shard_around_it(found: list[dict]):
     for mine in found:
         # Each group's product leaves in BF16, of which the mean is taken: 2^-9 of a value at most, 54 dB.
-        products = {name: 50.0 for name in mine["fsdp"]["wanted"] if name.endswith("weight")}
-        all_alike(**mine["fsdp"], least=products)
+        products = {name: 50.0 for name in mine["with_fsdp"]["wanted"] if name.endswith("weight")}
+        all_alike(**mine["with_fsdp"], least=products)
 
 
 @pytest.mark.slow

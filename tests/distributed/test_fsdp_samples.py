@@ -16,11 +16,9 @@ from fp8engine.scaling.table import ScalingState
 ODD = (129, 333)  # 43k elements, of which 16k are looked at; 65 and 64 rows, and a block of 128 lies on both ranks
 STEPS, MICROBATCHES = 64, 4
 POLICIES = {
-    "fp32": {},
-    "bf16": {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16)},
-    "bf16, reduced in fp32": {
-        "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    },
+    "fp32": MixedPrecisionPolicy(),
+    "bf16": MixedPrecisionPolicy(param_dtype=torch.bfloat16),
+    "bf16, reduced in fp32": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
 }
 CHANGES = {"as made": 1.0, "outlier": 1e4, "NaN": float("nan"), "Inf": float("inf")}
 
@@ -45,11 +43,11 @@ def net(change: float = 1.0) -> Any:
     return model
 
 
-def sharded(model: Any, ours: bool, **options) -> Any:
+def sharded(model: Any, ours: bool, policy: str) -> Any:
     warnings.simplefilter("ignore")
     if ours:
-        return fe.distributed.fsdp(model, **options)
-    fully_shard(model, **options)
+        return fe.distributed.fsdp(model, mp_policy=POLICIES[policy])
+    fully_shard(model, mp_policy=POLICIES[policy])
     fe.distributed.reduce_amax(model)
     return model
 
@@ -60,7 +58,7 @@ def described(rank: int, ranks: int) -> dict[tuple[str, str], list[list[torch.Te
     for policy in ("fp32", "bf16"):
         for what, change in CHANGES.items():
             for ours in (False, True):
-                model = sharded(net(change), ours, **POLICIES[policy])
+                model = sharded(net(change), ours, policy)
                 model(torch.ones(4, ODD[1])).float().square().mean().backward()
                 state: ScalingState = model.first.numerics.state
                 samples: Any = state.samples
@@ -74,8 +72,8 @@ def gradients(rank: int, ranks: int) -> dict[str, list[list[float]]]:
     """Norms of a weight's gradient, of equal microbatches of which only the last reduces, step after step."""
     found: dict[str, list[list[float]]] = {}
     x = torch.randn(16, ODD[1], generator=torch.Generator().manual_seed(rank))
-    for policy, options in POLICIES.items():
-        model = sharded(net(), True, **options)
+    for policy in POLICIES:
+        model = sharded(net(), True, policy)
         norms = found.setdefault(policy, [])
         for _ in range(STEPS):
             for i in range(MICROBATCHES):

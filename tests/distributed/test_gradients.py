@@ -82,11 +82,8 @@ def sharded(fp8: bool, mesh=None, **policy) -> Any:
 def fsdp(rank: int, ranks: int) -> dict:
     """Gradients with torch's reduce-scatter and with ours, in several settings."""
     found = {}
-    for name, policy in {
-        "plain": {},
-        "bf16": {"param_dtype": torch.bfloat16},
-        "fp16": {"reduce_dtype": torch.float16},
-    }.items():
+    policies = {"plain": {}, "bf16": {"param_dtype": torch.bfloat16}, "fp16": {"reduce_dtype": torch.float16}}
+    for name, policy in policies.items():
         for fp8 in (False, True):
             model = sharded(fp8, **policy)
             with Traffic() as traffic:
@@ -184,13 +181,7 @@ def refusals(rank: int, ranks: int) -> dict:
 
 
 def work(rank: int, ranks: int) -> dict:
-    return {
-        "reduced": reduced(rank, ranks),
-        "fsdp": fsdp(rank, ranks),
-        "ddp": ddp(rank, ranks),
-        "starved": starved(rank, ranks),
-        "refusals": refusals(rank, ranks),
-    }
+    return {part.__name__: part(rank, ranks) for part in (reduced, fsdp, ddp, starved, refusals)}
 
 
 @functools.cache
@@ -201,7 +192,6 @@ def results(ranks: int) -> list[dict]:
 
 @pytest.fixture(scope="module", params=[2, 4])
 def found(request: pytest.FixtureRequest) -> list[dict]:
-    """What each rank found."""
     return results(request.param)
 
 
@@ -243,10 +233,8 @@ def test_fsdp_sends_half_of_bf16_in_one_call_a_layer(found: list[dict]):
         at_16_bits = mine["fsdp"]["plain", False, "bytes"] / 2
         # (1 + 1/128) / 2, and a scale for a last group that is not full: one byte in each of two messages to each rank
         assert mine["fsdp"]["plain", True, "bytes"] / at_16_bits < 0.5039 + 2 * len(found) / at_16_bits
-        (calls,) = (
-            v["calls"] for k, v in mine["fsdp"]["accumulated", True, "calls"].items() if k == "all-to-all uint8"
-        )
-        assert calls == 2, "two layers, and nothing sent before the last microbatch"
+        sent = mine["fsdp"]["accumulated", True, "calls"]["all-to-all uint8"]
+        assert sent["calls"] == 2, "two layers, and nothing sent before the last microbatch"
 
 
 @pytest.mark.slow

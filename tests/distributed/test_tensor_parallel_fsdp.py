@@ -95,12 +95,8 @@ def trained(recipe: str, shape: tuple[int, int], codes: bool = False) -> dict:
     torch.distributed.all_reduce(losses)
     weights = {name: whole(p) for name, p in model.named_parameters()}
     placements = {name: str(p.placements) for name, p in model.named_parameters() if isinstance(p, DTensor)}
-    return {
-        "losses": (losses / shape[0]).tolist(),
-        "weights": weights,
-        "placements": placements,
-        "traffic": traffic.to_dict(),
-    }
+    found = {"losses": (losses / shape[0]).tolist(), "weights": weights, "placements": placements}
+    return found | {"traffic": traffic.to_dict()}
 
 
 def work(rank: int, ranks: int) -> dict:
