@@ -4,10 +4,13 @@ Modules are in FP32 and recipes sum in FP32: ranks.FLIPS.
 """
 
 import contextlib
+import functools
+import itertools
+from typing import Any
 
 import pytest
 import torch
-from ranks import FLIPS, beyond, error, exact, gradients, whole
+from ranks import FLIPS, beyond, error, exact, gradients, outcomes, told_on_every_rank, whole
 from support import converted
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -26,55 +29,41 @@ Colwise, Rowwise = fe.distributed.Colwise, fe.distributed.Rowwise
 HEADS = fe.Heads(4, of_keys=2, theta=1e4, causal=True, qk_norm=1e-6)
 
 
-class NormThenDown(nn.Module):
-    """LayerNormLinear and an ordinary layer that brings its result back."""
-
-    def __init__(self, recipe):
-        super().__init__()
-        self.first = fe.LayerNormLinear(WIDTH, WIDE, recipe=recipe, norm="rms")
-        self.down = fe.Linear(WIDE, WIDTH, recipe=recipe)
-
-    def forward(self, x):
-        return self.down(torch.relu(self.first(x)))
+def plan_of(columns: str, rows: str, tokens: Any) -> dict:
+    """Layers divided by columns and by rows; tokens: their layout before and after both."""
+    plan: dict = {name: Colwise(input_layouts=tokens) for name in columns.split()}
+    return plan | {name: Rowwise(output_layouts=tokens) for name in rows.split()}
 
 
-def block(placement: str):
-    def build(recipe):
-        return fe.TransformerLayer(WIDTH, WIDE, HEADS, "swiglu", recipe=recipe, norm="rms", placement=placement)
-
-    return build
+def norm_linear(recipe: fe.Recipe) -> nn.Module:
+    first = fe.LayerNormLinear(WIDTH, WIDE, recipe=recipe, norm="rms")
+    return nn.Sequential(first, nn.ReLU(), fe.Linear(WIDE, WIDTH, recipe=recipe))
 
 
-def of_block(tokens) -> dict:
-    columns = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")
-    rows = ("self_attn.o_proj", "mlp.down_proj")
-    return {name: Colwise(input_layouts=tokens) for name in columns} | {
-        name: Rowwise(output_layouts=tokens) for name in rows
-    }
+def block(recipe: fe.Recipe, placement: str) -> nn.Module:
+    return fe.TransformerLayer(WIDTH, WIDE, HEADS, "swiglu", recipe=recipe, norm="rms", placement=placement)
 
 
-MODULES = {
-    "norm linear": (
-        NormThenDown,
-        lambda tokens: {"first.linear": Colwise(input_layouts=tokens), "down": Rowwise(output_layouts=tokens)},
-    ),
-    "norm mlp": (
-        lambda recipe: fe.LayerNormMLP(WIDTH, WIDE, "gelu", recipe=recipe),
-        lambda tokens: {"up": Colwise(input_layouts=tokens), "down": Rowwise(output_layouts=tokens)},
-    ),
-    **{f"block {placement}": (block(placement), of_block) for placement in ("pre", "post", "parallel shared")},
+OF_BLOCK = "self_attn.[qkv]_proj mlp.gate_proj mlp.up_proj", "self_attn.o_proj mlp.down_proj"
+# What is made, and its layers that are divided by columns and by rows.
+MODULES: dict[str, tuple[Any, tuple[str, str]]] = {
+    "norm linear": (norm_linear, ("0.linear", "2")),
+    "norm mlp": (lambda recipe: fe.LayerNormMLP(WIDTH, WIDE, "gelu", recipe=recipe), ("up", "down")),
+    "block pre": (functools.partial(block, placement="pre"), OF_BLOCK),
+    "block post": (functools.partial(block, placement="post"), OF_BLOCK),
+    "block parallel shared": (functools.partial(block, placement="parallel shared"), OF_BLOCK),
 }
 
 
 def one_step(name: str, recipe: str, mesh=None, layout=None, rank: int = 0, option: str = "") -> dict:
     """y, dx and gradients of a module of MODULES; divided over a mesh where one is given."""
-    build, plan = MODULES[name]
+    build, layers = MODULES[name]
     torch.manual_seed(0)
     model = build(exact(recipe))
     torch.manual_seed(1)
     x, dy = torch.randn(BATCH, T, WIDTH), torch.randn(BATCH, T, WIDTH)
     if mesh is not None:
-        fe.distributed.tensor_parallel(model, mesh, plan(layout))
+        fe.distributed.tensor_parallel(model, mesh, plan_of(*layers, layout))
         if isinstance(layout, Shard):
             x, dy = (t.chunk(RANKS, layout.dim)[rank].contiguous() for t in (x, dy))
     x.requires_grad_()
@@ -130,27 +119,27 @@ class Siblings(nn.Module):
         return self.o(self.q(n) * self.k(n) + self.v(n))
 
 
-def siblings(mesh, rank: int) -> dict:
-    """Calls of collectives of a step, and of a forward without gradients."""
-    torch.manual_seed(0)
-    model = converted(Siblings(), "current")
-    tokens = Shard(1)
-    plan = {"norm": SequenceParallel(), "[qkv]": Colwise(input_layouts=tokens), "o": Rowwise(output_layouts=tokens)}
-    fe.distributed.tensor_parallel(model, mesh, plan)
-    x = torch.randn(BATCH, T // RANKS, WIDTH)
-    with Traffic() as step:
-        model(x).sum().backward()
-    with Traffic() as evaluation, torch.no_grad():
-        model(x)
-    reading_16_bits = fe.distributed.tensor_parallel(converted(Siblings(), "rowwise_gw_hp"), mesh, plan)
-    with Traffic() as without_gradients, torch.no_grad():
-        reading_16_bits(x)
-    frozen = converted(Siblings(), "rowwise_gw_hp").requires_grad_(False)
-    fe.distributed.tensor_parallel(frozen, mesh, plan)
-    with Traffic() as without_wgrad:
-        frozen(x.requires_grad_()).sum().backward()
-    traffics = {"step": step, "no grad": evaluation, "gw_hp": without_gradients, "frozen": without_wgrad}
-    return {key: dict(t.calls) for key, t in traffics.items()}
+def siblings_gather_once(mesh) -> None:
+    """Calls of collectives of a step, of a forward without gradients, and of a frozen model."""
+
+    def calls(model: nn.Module, backward: bool) -> dict:
+        fe.distributed.tensor_parallel(model, mesh, plan)
+        with Traffic() as traffic, torch.set_grad_enabled(backward):
+            y = model(torch.randn(BATCH, T // RANKS, WIDTH, requires_grad=not model.o.weight.requires_grad))
+            if backward:
+                y.sum().backward()
+        return dict(traffic.calls)
+
+    plan = {"norm": SequenceParallel()} | plan_of("[qkv]", "o", Shard(1))
+    step = calls(converted(Siblings(), "current"), True)
+    assert step["all-gather", "uint8"] == 2  # n for q, k and v; dy for o
+    assert step["reduce-scatter", "float32"] == 2  # o's result; the sum of dx of q, k and v
+    for recipe in ("current", "rowwise_gw_hp"):
+        assert calls(converted(Siblings(), recipe), False)["all-gather", "uint8"] == 1
+    # No wgrad reads 16 bits of a frozen layer's x or dy.
+    frozen = calls(converted(Siblings(), "rowwise_gw_hp").requires_grad_(False), True)
+    assert frozen["all-gather", "uint8"] == 2
+    assert ("all-gather", "float32") not in frozen
 
 
 def predicted(mesh=None, rank: int = 0) -> list[dict]:
@@ -158,10 +147,7 @@ def predicted(mesh=None, rank: int = 0) -> list[dict]:
     torch.manual_seed(0)
     model = converted(nn.Sequential(nn.Linear(WIDTH, WIDE), nn.Linear(WIDE, WIDTH)), fe.delayed(history=3))
     if mesh is not None:
-        tokens = Shard(0)
-        fe.distributed.tensor_parallel(
-            model, mesh, {"0": Colwise(input_layouts=tokens), "1": Rowwise(output_layouts=tokens)}
-        )
+        fe.distributed.tensor_parallel(model, mesh, plan_of("0", "1", Shard(0)))
     steps = []
     for step in range(4):
         torch.manual_seed(step)
@@ -172,15 +158,10 @@ def predicted(mesh=None, rank: int = 0) -> list[dict]:
         y = model(x)
         y.square().sum().backward()
         state = fe.scaling_state(model)
+        found: dict[str, Any] = {key: getattr(state["0.input"], key).item() for key in ("recasts", "saturated")}
         slots = [f"{layer}.{role}" for layer in "01" for role in ("input", "weight", "grad_output")]
-        steps.append(
-            {
-                "scales": {slot: state[slot].scale.item() for slot in slots},
-                "recasts": state["0.input"].recasts.item(),
-                "saturated": state["0.input"].saturated.item(),
-                "dw": whole(model[0].weight.grad),
-            }
-        )
+        found["scales"] = {slot: state[slot].scale.item() for slot in slots}
+        steps.append(found | {"dw": whole(model[0].weight.grad)})
     return steps
 
 
@@ -189,10 +170,7 @@ def decided(mesh, rank: int) -> list[dict]:
     torch.manual_seed(0)
     layers = nn.Sequential(nn.Linear(WIDTH, WIDE), nn.GELU(), nn.Linear(WIDE, WIDTH))
     model = converted(layers, fe.auto(interval=1, min_sqnr_db=28.0))
-    tokens = Shard(0)
-    fe.distributed.tensor_parallel(
-        model, mesh, {"0": Colwise(input_layouts=tokens), "2": Rowwise(output_layouts=tokens)}
-    )
+    fe.distributed.tensor_parallel(model, mesh, plan_of("0", "2", Shard(0)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)  # its steps are where decisions are adopted
     torch.manual_seed(rank)
     for _ in range(6):
@@ -205,15 +183,13 @@ def decided(mesh, rank: int) -> list[dict]:
 
 def work(rank: int, ranks: int) -> dict:
     mesh = init_device_mesh("cpu", (ranks,))
-    found = {}
-    for name in MODULES:
-        for recipe in RECIPES:
-            for layout in (Shard(1), Replicate()):
-                found[name, recipe, str(layout)] = one_step(name, recipe, mesh, layout, rank)
+    found: dict[Any, Any] = {}
+    for name, recipe, layout in itertools.product(MODULES, RECIPES, (Shard(1), Replicate())):
+        found[name, recipe, str(layout)] = one_step(name, recipe, mesh, layout, rank)
     found["checkpoint"] = one_step("block pre", "current", mesh, Shard(1), rank, "checkpoint")
     losses: dict[bool | str, dict] = {parallel: head_loss(mesh, parallel, rank) for parallel in (False, True)}
     found["loss"] = losses | {"norm not named": head_loss(mesh, False, rank, plan_names_norm=False)}
-    found["siblings"] = siblings(mesh, rank)
+    found |= outcomes([siblings_gather_once], mesh)
     found["delayed"] = predicted(mesh, rank)
     found["decided"] = decided(mesh, rank)
     return found
@@ -250,14 +226,7 @@ def test_loss_of_a_divided_head(parallel: bool | str, found: list[dict]):
 
 
 def test_siblings_gather_once(found: list[dict]):
-    for rank in found:
-        step, evaluation, frozen = (rank["siblings"][key] for key in ("step", "no grad", "frozen"))
-        assert step["all-gather", "uint8"] == 2  # n for q, k and v; dy for o
-        assert step["reduce-scatter", "float32"] == 2  # o's result; the sum of dx of q, k and v
-        assert evaluation["all-gather", "uint8"] == rank["siblings"]["gw_hp"]["all-gather", "uint8"] == 1
-        # No wgrad reads 16 bits of a frozen layer's x or dy.
-        assert frozen["all-gather", "uint8"] == 2
-        assert ("all-gather", "float32") not in frozen
+    assert told_on_every_rank(siblings_gather_once, found) == ""
 
 
 def test_predicted_scales_are_those_of_one_process(found: list[dict]):
