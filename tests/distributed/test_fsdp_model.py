@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import gradients, outcomes, told_on_every_rank, whole
+from ranks import gradients, named, outcomes, told_on_every_rank, whole
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
@@ -241,7 +241,7 @@ def weights_that_are_never_codes_are_gathered_as_by_fully_shard(rank: int) -> No
         assert all(map(torch.equal, *results)), what
 
 
-PARTS = (
+PARTS = named(
     parameters_are_ordinary,
     layers_read_codes,
     a_gather_outside_of_the_roots_forward_has_scales_of_now,
@@ -265,6 +265,6 @@ def found() -> list[dict[str, str]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("part", PARTS, ids=lambda part: part.__name__)
-def test_on_every_rank(part, found: list[dict[str, str]]):
+@pytest.mark.parametrize("part", PARTS)
+def test_on_every_rank(part: str, found: list[dict[str, str]]):
     assert told_on_every_rank(part, found) == ""

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import outcomes, told_on_every_rank
+from ranks import named, outcomes, told_on_every_rank
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
@@ -111,7 +111,7 @@ def weights_that_others_have_written_are_measured_again(rank: int) -> None:
         assert torch.equal(y, plain(batch(rank, 6))), what
 
 
-PARTS = (
+PARTS = named(
     blocks_unsharded_before_the_roots_forward,
     a_loop_of_ones_own_says_when_a_step_has_ended,
     weights_that_others_have_written_are_measured_again,
@@ -128,8 +128,8 @@ def found() -> list[dict[str, str]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("part", PARTS, ids=lambda part: part.__name__)
-def test_on_every_rank(part, found: list[dict[str, str]]):
+@pytest.mark.parametrize("part", PARTS)
+def test_on_every_rank(part: str, found: list[dict[str, str]]):
     assert told_on_every_rank(part, found) == ""
 
 

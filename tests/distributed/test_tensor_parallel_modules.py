@@ -189,7 +189,7 @@ def work(rank: int, ranks: int) -> dict:
     found["checkpoint"] = one_step("block pre", "current", mesh, Shard(1), rank, "checkpoint")
     losses: dict[bool | str, dict] = {parallel: head_loss(mesh, parallel, rank) for parallel in (False, True)}
     found["loss"] = losses | {"norm not named": head_loss(mesh, False, rank, plan_names_norm=False)}
-    found |= outcomes([siblings_gather_once], mesh)
+    found |= outcomes({"siblings": siblings_gather_once}, mesh)
     found["delayed"] = predicted(mesh, rank)
     found["decided"] = decided(mesh, rank)
     return found
@@ -226,7 +226,7 @@ def test_loss_of_a_divided_head(parallel: bool | str, found: list[dict]):
 
 
 def test_siblings_gather_once(found: list[dict]):
-    assert told_on_every_rank(siblings_gather_once, found) == ""
+    assert told_on_every_rank("siblings", found) == ""
 
 
 def test_predicted_scales_are_those_of_one_process(found: list[dict]):

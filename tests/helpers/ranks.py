@@ -3,7 +3,7 @@
 import dataclasses
 import re
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -71,19 +71,23 @@ def says(told: str, wanted: str) -> bool:
     return bool(re.match(wanted if names_class else f"ParallelError: .*{wanted}", told, re.DOTALL))
 
 
-def outcomes(parts: Iterable[Callable[..., None]], *given: Any) -> dict[str, str]:
+def named(*parts: Callable[..., None]) -> dict[str, Callable[..., None]]:
+    """Parts of a test by their names, in words."""
+    return {part.__name__.replace("_", " "): part for part in parts}
+
+
+def outcomes(parts: dict[str, Callable[..., None]], *given: Any) -> dict[str, str]:
     """By a part's name "", or the traceback of what it raised on this rank, with its variables: `run` returns that."""
-    found = {}
-    for part in parts:
-        found[part.__name__] = ""
+    found = dict.fromkeys(parts, "")
+    for name, part in parts.items():
         try:
             part(*given)
         except Exception as wrong:
             told = traceback.TracebackException.from_exception(wrong, capture_locals=True)
-            found[part.__name__] = "".join(told.format())
+            found[name] = "".join(told.format())
     return found
 
 
-def told_on_every_rank(part: Callable[..., None], found: list[dict[str, str]]) -> str:
+def told_on_every_rank(part: str, found: list[dict[str, Any]]) -> str:
     """What `outcomes` has found of a part: "" where it holds on all ranks."""
-    return "".join(f"rank {rank}: {of[part.__name__]}" for rank, of in enumerate(found) if of[part.__name__])
+    return "".join(f"rank {rank}: {of[part]}" for rank, of in enumerate(found) if of[part])
