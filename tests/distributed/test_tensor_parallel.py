@@ -69,14 +69,19 @@ def divided(mesh, recipe, layout: Any = TOKENS, dtype: torch.dtype = BF16) -> nn
     return (fe.distributed.tensor_parallel if ours else parallelize_module)(made(recipe, dtype), mesh, plan)
 
 
-def step(model: nn.Module, x: torch.Tensor, dy: torch.Tensor, times: int = 1) -> dict[str, Any]:
-    """y, dx and gradients of a step, of which the forward and backward come that often."""
+def ran(model: nn.Module, x: torch.Tensor, dy: torch.Tensor, times: int = 1) -> dict[str, Any]:
+    """y and dx of a step, of which the forward and backward come that often."""
     model.zero_grad()
     for _ in range(times):
         x = x.detach().clone().requires_grad_()
         y = model(x)
         y.backward(dy)
-    return {"y": y.detach(), "dx": x.grad} | gradients(model)
+    return {"y": y.detach(), "dx": x.grad}
+
+
+def step(model: nn.Module, x: torch.Tensor, dy: torch.Tensor, times: int = 1) -> dict[str, Any]:
+    """The same, and the whole gradients."""
+    return ran(model, x, dy, times) | gradients(model)
 
 
 def mine(mesh, layout: Any, dtype: torch.dtype = BF16) -> tuple[torch.Tensor, ...]:
@@ -93,10 +98,10 @@ def measured(mesh, recipe, layout: Any = TOKENS, dtype: torch.dtype = BF16) -> t
     steps = []
     for _ in range(2):
         with Traffic() as traffic:
-            found = step(model, *given)
+            found = ran(model, *given)
         for name in ("y", "dx"):
             found[name] = whole(DTensor.from_local(found[name], mesh, [layout], run_check=False))
-        steps.append(found)
+        steps.append(found | gradients(model))
     return *steps, traffic.to_dict()
 
 
