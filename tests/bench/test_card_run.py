@@ -1,9 +1,9 @@
 """`make gpu` on a fake card under a fake clock: the plan is walked to its end whatever a group does, and nothing that
 was measured is lost."""
 
-import importlib.util
 import json
 import os
+import runpy
 import subprocess
 import sys
 from collections.abc import Callable
@@ -220,21 +220,13 @@ PROGRAMS = {
     "exception": ("raise RuntimeError('CUDA error: misaligned')", "exit status 1", "RuntimeError: CUDA error"),
     "out of memory": (
         "import resource\nresource.setrlimit(resource.RLIMIT_AS, (1 << 28,) * 2)\nbytearray(1 << 30)",
-        "exit status 1",
-        "MemoryError",
-    ),
-    "garbage": (
-        "import sys; sys.stdout.buffer.write(bytes(range(256)) * 500); sys.exit(3)",
-        "exit status 3",
-        "\\xa0",
-    ),
+        "exit status 1", "MemoryError"),
+    "garbage": ("import sys; sys.stdout.buffer.write(bytes(range(256)) * 500); sys.exit(3)", "exit status 3", "\\xa0"),
     "a child that goes on": (
         "import subprocess, sys; subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
         "import time; time.sleep(600)",
-        "killed: it was not done after",
-        "",
-    ),
-}
+        "killed: it was not done after", ""),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("bad", PROGRAMS)
@@ -289,12 +281,7 @@ def test_lines_are_on_disk_at_once(file: Path):
 
 def test_the_whole_script_on_a_pretended_card(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys):
     """The pool compiles while a group runs, and is ended with the run; the file and its table are left."""
-    spec = importlib.util.spec_from_file_location("gpu_script", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    script = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
-    pool: list[run.Spawned] = []
+    main, pool = runpy.run_path(str(SCRIPT))["main"], []
 
     def group(processes: run.Processes, group: Group, seconds: float) -> run.Spawned:
         pool.extend(processes._pool)
@@ -308,7 +295,7 @@ def test_the_whole_script_on_a_pretended_card(monkeypatch: pytest.MonkeyPatch, t
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     arguments = ["--groups", "gluon", "--jobs", "2", "--out", str(tmp_path / "out"), "--cache", str(tmp_path / "cache")]
     monkeypatch.setattr(sys, "argv", ["gpu.py", *arguments])
-    assert script.main() == 0
+    assert main() == 0
     assert len(pool) == 2
     assert all(process.poll() is not None for process in pool)
     (file,), (text,) = (list((tmp_path / "out").glob(f"*-gpu.{ending}")) for ending in ("jsonl", "txt"))
