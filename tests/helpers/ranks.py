@@ -6,6 +6,7 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
@@ -83,11 +84,12 @@ def outcomes(parts: dict[str, Callable[..., None]], *given: Any) -> dict[str, st
         try:
             part(*given)
         except Exception as wrong:
-            told = traceback.TracebackException.from_exception(wrong, capture_locals=True)
-            found[name] = "".join(told.format())
+            here = wrong.with_traceback(wrong.__traceback__ and wrong.__traceback__.tb_next)
+            found[name] = "".join(traceback.TracebackException.from_exception(here, capture_locals=True).format())
     return found
 
 
-def told_on_every_rank(part: str, found: list[dict[str, Any]]) -> str:
-    """What `outcomes` has found of a part: "" where it holds on all ranks."""
-    return "".join(f"rank {rank}: {of[part]}" for rank, of in enumerate(found) if of[part])
+def holds_on_every_rank(part: str, found: list[dict[str, Any]]) -> None:
+    """Fail with what `outcomes` has found of a part, where it does not hold on all ranks."""
+    if told := "".join(f"rank {rank}: {of[part]}" for rank, of in enumerate(found) if of[part]):
+        pytest.fail(told, pytrace=False)
