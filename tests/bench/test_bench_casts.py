@@ -97,18 +97,13 @@ def halved(plain: Any) -> nn.Module:
     return made
 
 
-def test_a_linear_with_wrong_gradients_has_no_time_and_one_that_cannot_run_says_why():
-    def fails(plain):
-        raise RuntimeError("no kernel [here]")
-
-    makes = {linear.BASE: linear.bf16, "wrong": halved, "fails": fails}
-    ways = {name: linear.Variant(make) for name, make in makes.items()}
-    _, wrong, failed = linear.compare(Shape(16, 24, 32), CPU, ways, Timer(Ticks(1), 3))
-    assert (wrong["correct"], failed["correct"]) == (False, None)
-    assert not {"seconds", "over_bf16"} & {*wrong, *failed}
+def test_a_linear_with_wrong_gradients_has_no_time():
+    ways = {linear.BASE: linear.Variant(linear.bf16), "wrong": linear.Variant(halved)}
+    _, wrong = linear.compare(Shape(16, 24, 32), CPU, ways, Timer(Ticks(1), 3))
+    assert wrong["correct"] is False
+    assert not {"seconds", "over_bf16"} & {*wrong}
     assert wrong["sqnr"][0] == pytest.approx(6.0, abs=0.1)  # half is missing: 10 log10(4)
     assert "WRONG" in harness.line(wrong)
-    assert "RuntimeError: no kernel [here]" in harness.line(failed)
 
 
 def test_the_command_of_a_linear(monkeypatch: pytest.MonkeyPatch, tmp_path):

@@ -148,7 +148,7 @@ def test_a_line_has_numbers_only_for_what_is_right():
     assert "96x64x128" in line(rows[BASE])
     assert "WRONG, error " in line(rows["bad"])
     assert "WRONG: not finite" in line(rows["bad"] | {"error": None, "why": "not finite"})
-    assert "cannot run: why" in line(rows["bad"] | {"correct": None, "why": "why"})
+    assert "cannot run: why [here]" in line(rows["bad"] | {"correct": None, "why": "why [here]"})
 
 
 @pytest.mark.parametrize("capability", [V100, A100])

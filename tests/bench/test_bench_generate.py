@@ -53,14 +53,10 @@ def test_a_wrong_variant_has_no_time():
             net.blocks[0].mlp.down_proj.weight.mul_(-1)
         return net
 
-    def refused(net: nn.Module) -> nn.Module:
-        raise RuntimeError("no such kernel")
-
-    ways = {"bf16": lambda net: net, "broken": broken, "refused": refused}
-    right, wrong, never = generate.generate([CASE], CPU, ways, Timer(WallClock(), 1))["rows"]
+    ways = {"bf16": lambda net: net, "broken": broken}
+    right, wrong = generate.generate([CASE], CPU, ways, Timer(WallClock(), 1))["rows"]
     assert ("seconds" in right, "seconds" in wrong) == (True, False)
     assert "WRONG" in line(wrong)
-    assert "cannot run: RuntimeError: no such kernel" in line(never)
 
 
 def test_every_way_to_multiply_experts_is_right_or_says_why():

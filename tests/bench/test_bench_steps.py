@@ -111,18 +111,12 @@ def shifted(network: Any) -> nn.Module:
     return network
 
 
-def refused(network: nn.Module) -> nn.Module:
-    raise RuntimeError("no such card\nand more")
-
-
-def test_a_wrong_variant_has_no_time_and_one_that_cannot_run_says_why():
-    makes = {"bf16": steps.bf16, "halved": Halved, "shifted": shifted, "refused": refused}
+def test_a_wrong_variant_has_no_time():
+    makes = {"bf16": steps.bf16, "halved": Halved, "shifted": shifted}
     rows = measured({name: steps.Variant(make) for name, make in makes.items()})
-    assert [row["correct"] for row in rows.values()] == [True, False, False, None]
+    assert [row["correct"] for row in rows.values()] == [True, False, False]
     assert [name for name, row in rows.items() if "seconds" in row] == ["bf16"]
     assert "WRONG" in line(rows["halved"])
-    assert rows["refused"]["why"] == "RuntimeError: no such card"
-    assert "cannot run" in line(rows["refused"])
 
 
 def test_bytes_saved_are_counted_once_and_without_parameters():
