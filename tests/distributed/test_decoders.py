@@ -35,6 +35,7 @@ MODELS = {
     "qwen3": lambda: hf.Qwen3ForCausalLM(hf.Qwen3Config(**SIZE, head_dim=8)),
 }
 CASES = [*((name, "rowwise", False) for name in MODELS), ("llama", "current", False), ("qwen3", "current", True)]
+CASES += [("llama", "rowwise", True)]
 
 
 def made(name: str, recipe: str, fuse: bool) -> Any:
@@ -97,8 +98,9 @@ def test_loss_gradients_and_step_are_those_of_one_process(case, found: list[dict
     reference = trained(made(*case))
     fused = reference.pop("fused")
     for rank in found:
-        assert rank[case]["fused"] == fused
         assert beyond(rank[case], reference) == {}
+        # A scale per tensor is joined over ranks, which a norm that writes codes does not wait for.
+        assert rank[case]["fused"] == (fused if case[1] == "rowwise" else dict.fromkeys(fused, ""))
 
 
 @pytest.mark.slow
