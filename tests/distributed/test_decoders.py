@@ -35,7 +35,11 @@ MODELS = {
     "qwen3": lambda: hf.Qwen3ForCausalLM(hf.Qwen3Config(**SIZE, head_dim=8)),
 }
 CASES = [*((name, "rowwise", False) for name in MODELS), ("llama", "current", False), ("qwen3", "current", True)]
-CASES += [("llama", "rowwise", True)]
+WHOLE_TOKENS = ("llama", "rowwise", True)  # whose plan gathers none, so that its layers read what norms have written
+OF_ROWS = ("self_attn.o_proj", "mlp.down_proj")
+OF_COLUMNS = ("self_attn.[qkv]_proj", "mlp.gate_proj", "mlp.up_proj")
+PLAN: dict = {f"model.layers.*.{name}": fe.distributed.Colwise() for name in OF_COLUMNS}
+PLAN |= {f"model.layers.*.{name}": fe.distributed.Rowwise() for name in OF_ROWS}
 
 
 def made(name: str, recipe: str, fuse: bool) -> Any:
@@ -64,9 +68,10 @@ def trained(model: Any) -> dict[str, Any]:
 def work(rank: int, ranks: int) -> dict:
     warnings.simplefilter("ignore")
     mesh, found = init_device_mesh("cpu", (ranks,)), {}
-    for case in CASES:
+    for case in (*CASES, WHOLE_TOKENS):
         model = made(*case)
-        found[case] = trained(fe.distributed.tensor_parallel(model, mesh, decoder_plan(model)))
+        plan = PLAN if case == WHOLE_TOKENS else decoder_plan(model)
+        found[case] = trained(fe.distributed.tensor_parallel(model, mesh, plan))
     found["refused"] = refused(mesh)
     return found
 
@@ -93,14 +98,19 @@ def found() -> list[dict]:
 
 @pytest.mark.few(4)
 @pytest.mark.slow
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", [*CASES, WHOLE_TOKENS], ids=str)
 def test_loss_gradients_and_step_are_those_of_one_process(case, found: list[dict]):
     reference = trained(made(*case))
-    fused = reference.pop("fused")
+    del reference["fused"]
     for rank in found:
         assert beyond(rank[case], reference) == {}
-        # A scale per tensor is joined over ranks, which a norm that writes codes does not wait for.
-        assert rank[case]["fused"] == (fused if case[1] == "rowwise" else dict.fromkeys(fused, ""))
+
+
+@pytest.mark.slow
+def test_layers_run_fused_as_in_one_process(found: list[dict]):
+    fused = trained(made(*WHOLE_TOKENS))["fused"]
+    assert set(fused.values()) > {""}
+    assert [rank[WHOLE_TOKENS]["fused"] for rank in found] == [fused] * RANKS
 
 
 @pytest.mark.slow
