@@ -83,7 +83,7 @@ def outcomes(parts: dict[str, Callable[..., None]], *given: Any) -> dict[str, st
     for name, part in parts.items():
         try:
             part(*given)
-        except Exception as wrong:
+        except (Exception, pytest.fail.Exception) as wrong:
             here = wrong.with_traceback(wrong.__traceback__ and wrong.__traceback__.tb_next)
             found[name] = "".join(traceback.TracebackException.from_exception(here, capture_locals=True).format())
     return found
