@@ -78,14 +78,19 @@ def named(*parts: Callable[..., None]) -> dict[str, Callable[..., None]]:
 
 
 def outcomes(parts: dict[str, Callable[..., None]], *given: Any) -> dict[str, str]:
-    """By a part's name "", or the traceback of what it raised on this rank, with its variables: `run` returns that."""
+    """By a part's name "", or the traceback of what it raised on this rank, with its variables: `run` returns that.
+
+    What comes after a part that does not hold is not run: this rank is not where the others wait for it.
+    """
     found = dict.fromkeys(parts, "")
     for name, part in parts.items():
         try:
             part(*given)
         except (Exception, pytest.fail.Exception) as wrong:
             here = wrong.with_traceback(wrong.__traceback__ and wrong.__traceback__.tb_next)
-            found[name] = "".join(traceback.TracebackException.from_exception(here, capture_locals=True).format())
+            told = "".join(traceback.TracebackException.from_exception(here, capture_locals=True).format())
+            later = list(parts)[list(parts).index(name) + 1 :]
+            return found | {name: told} | dict.fromkeys(later, f"not run: {name!r} does not hold\n")
     return found
 
 
