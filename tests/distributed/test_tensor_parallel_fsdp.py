@@ -128,8 +128,7 @@ def test_losses_are_those_of_one_process(recipe: str, shape: str, found: list[di
         assert rank[recipe, shape]["losses"] == pytest.approx(losses, rel=most)
         assert beyond(rank[recipe, shape]["weights"], {n: p.detach() for n, p in model.named_parameters()}, most) == {}
         placements = rank[recipe, shape]["placements"]
-        names = {name for name, _ in model.named_parameters() if shape == "2 x 2" or not name.endswith("down.bias")}
-        assert set(placements) == names
+        assert set(placements) == {name for name, _ in model.named_parameters()}
         both_ways = "(Shard(dim=0), Shard(dim=1))" if shape == "2 x 2" else "(Shard(dim=1),)"
         assert placements["0.down.weight"] == both_ways
 
