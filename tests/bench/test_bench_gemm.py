@@ -122,12 +122,11 @@ def row(name: str, over: float | None, correct: bool | None = True, tflops: floa
 
 
 def test_the_summary_is_a_geometric_mean_and_the_least_and_none_where_a_shape_is_wrong():
-    fast = "triton fp8 tensor fast"
+    fast, by_rows, promoted = "triton fp8 tensor fast", "triton fp8 row fast", "triton fp8 row promoted"
     rows = [row(fast, 0.5), row(fast, 2.0), row(fast, 1.0, tflops=9.0), row("torch 16 bits", 7.0, tflops=99.0)]
-    llm = row("triton fp8 row fast", 4.0) | {"shape": list(LLM[0])}  # the targets are for these
-    promoted = "triton fp8 row promoted"
-    found = summary([*rows, row(llm["name"], 1.0), llm, row(promoted, 2.0), row(promoted, None, correct=False)])
-    tensor, of_rows, wrong = (found[name] for name in (fast, llm["name"], promoted))
+    llm = row(by_rows, 4.0) | {"shape": list(LLM[0])}  # the targets are for these
+    found = summary([*rows, row(by_rows, 1.0), llm, row(promoted, 2.0), row(promoted, None, correct=False)])
+    tensor, of_rows, wrong = (found[name] for name in (fast, by_rows, promoted))
     assert tensor["geometric_mean"] == pytest.approx(1.0)
     assert (tensor["minimum"], tensor["shapes"], tensor["note"]) == (0.5, 3, None)
     assert tensor["llm"]["note"] == "not measured"

@@ -84,12 +84,12 @@ def step(model: nn.Module, x: torch.Tensor, dy: torch.Tensor, times: int = 1) ->
     return ran(model, x, dy, times) | gradients(model)
 
 
-def mine(mesh, layout: Any, dtype: torch.dtype = BF16) -> tuple[torch.Tensor, ...]:
+def mine(mesh, layout: Any, dtype: torch.dtype = BF16) -> tuple[torch.Tensor, torch.Tensor]:
     """This rank's part of x and dy."""
-    whole_parts = data(dtype)
-    if not isinstance(layout, Shard):
-        return whole_parts
-    return tuple(t.chunk(RANKS, layout.dim)[mesh.get_rank()].contiguous() for t in whole_parts)
+    x, dy = data(dtype)
+    if isinstance(layout, Shard):
+        x, dy = (t.chunk(RANKS, layout.dim)[mesh.get_rank()].contiguous() for t in (x, dy))
+    return x, dy
 
 
 def measured(mesh, recipe, layout: Any = TOKENS, dtype: torch.dtype = BF16) -> tuple[dict, dict, dict]:

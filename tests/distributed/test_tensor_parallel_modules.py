@@ -122,7 +122,7 @@ class Siblings(nn.Module):
 def siblings_gather_once(mesh) -> None:
     """Calls of collectives of a step, of a forward without gradients, and of a frozen model."""
 
-    def calls(model: nn.Module, backward: bool) -> dict:
+    def calls(model: Any, backward: bool) -> dict:
         fe.distributed.tensor_parallel(model, mesh, plan)
         with Traffic() as traffic, torch.set_grad_enabled(backward):
             y = model(torch.randn(BATCH, T // RANKS, WIDTH, requires_grad=not model.o.weight.requires_grad))
