@@ -1,6 +1,5 @@
 """benchmarks/amp.py: what is trained, what is judged, what is shown; and the committed result."""
 
-import doctest
 import json
 import sys
 from pathlib import Path
@@ -50,7 +49,6 @@ def test_the_digits_are_split_and_shared_out_without_a_loss():
 
 
 def test_accuracy_counts_without_dropout_and_puts_it_back():
-    torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 10), torch.nn.Dropout(0.9))
     some = digits.Digits(torch.randn(100, 1, 8, 8), torch.zeros(100, dtype=torch.long))
     right = (model[:2](some.images).argmax(-1) == 0).double().mean().item()
@@ -58,28 +56,27 @@ def test_accuracy_counts_without_dropout_and_puts_it_back():
     assert model.training
 
 
+def alone(model: str, variant: str, epochs: int = 2, weight: float = 1.0) -> dict[str, Any]:
+    return amp.train(Cell("single", model, variant, 0, epochs=epochs, weight=weight), Part(CPU))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("model", ["cnn", "vit"])
 def test_training_for_real(model: str):
     state = torch.random.get_rng_state()
-    found = {variant: amp.train(Cell("single", model, variant, 0, epochs=2), Part(CPU)) for variant in VARIANTS}
+    found = {variant: alone(model, variant) for variant in VARIANTS}
     assert torch.equal(torch.random.get_rng_state(), state), "the caller's random numbers are its own"
     assert len({one["loss"] for one in found.values()}) > 1, "FP16 rounds"
     for variant, one in found.items():
         assert one["accuracy"] > 75, variant  # chance is 10; 85 was seen
-        assert len(one["seconds"]) == 2
-        assert one["steps"] == 40
+        assert (len(one["seconds"]), one["steps"]) == (2, 40)
         assert (one["loss_scale"] > 1) == (variant in ("scaler", "o2"))
 
 
 @pytest.mark.slow
 def test_the_faint_model_learns_with_a_scaler_only():
-    found = {
-        variant: amp.train(Cell("single", "cnn", variant, 0, epochs=2, weight=amp.FAINT), Part(CPU))
-        for variant in ("autocast", "scaler")
-    }
-    assert found["autocast"]["accuracy"] < amp.LOST
-    assert found["scaler"]["accuracy"] > 75
+    assert alone("cnn", "autocast", weight=amp.FAINT)["accuracy"] < amp.LOST
+    assert alone("cnn", "scaler", weight=amp.FAINT)["accuracy"] > 75
 
 
 @pytest.mark.slow
@@ -88,11 +85,11 @@ def test_two_processes_train_as_one_does():
     asked = [Cell("ddp", "vit", variant, 0, epochs=1) for variant in ("fp32", "o2")]
     together = amp._processes(asked, CPU)
     for cell, found in zip(asked, together, strict=True):
-        alone = amp.train(Cell("single", "vit", cell.variant, 0, epochs=1), Part(CPU))
+        wanted = alone("vit", cell.variant, epochs=1)
         assert found["ranks_apart"] == 0.0
-        assert found["loss"] != alone["loss"], "the loss of half a batch"
+        assert found["loss"] != wanted["loss"], "the loss of half a batch"
         # No dropout in it; 40 steps of Adam let rounding grow to a few of the 517 digits.
-        assert abs(found["accuracy"] - alone["accuracy"]) < 3.0
+        assert abs(found["accuracy"] - wanted["accuracy"]) < 3.0
 
 
 def test_rows_join_seeds_and_judge_against_fp32_of_the_same_launcher():
@@ -129,15 +126,11 @@ def test_rows_join_seeds_and_judge_against_fp32_of_the_same_launcher():
 
 @pytest.mark.parametrize(("without", "correct"), [(12.0, True), (96.0, False)])
 def test_the_faint_model_must_fail_without_a_scaler(without: float, correct: bool):
-    weight = amp.FAINT
-    found = {
-        Cell("single", "cnn", "fp32", 0, weight=weight): outcome(97.0),
-        Cell("single", "cnn", "autocast", 0, weight=weight): outcome(without),
-        Cell("single", "cnn", "scaler", 0, weight=weight): outcome(12.0),
-    }
-    _, alone, scaled = amp.rows(found)
-    assert alone["correct"] is correct
-    assert ("underflows, as it must" in amp.line(alone)) == correct
+    accuracies = {"fp32": 97.0, "autocast": without, "scaler": 12.0}
+    found = {Cell("single", "cnn", way, 0, weight=amp.FAINT): outcome(of) for way, of in accuracies.items()}
+    _, unscaled, scaled = amp.rows(found)
+    assert unscaled["correct"] is correct
+    assert ("underflows, as it must" in amp.line(unscaled)) == correct
     assert scaled["correct"] is False, "the scaler must cure it"
 
 
@@ -179,8 +172,8 @@ def test_the_script_prints_one_table(trained: list[Cell], call):
     groups = [" ".join(line.split()[:2]) for line in body[::4]]
     assert groups == ["single cnn", "single vit", "single cnn", "dp cnn", "dp vit", "ddp cnn", "ddp vit"]
     assert len(body) == 28
-    assert "the times say nothing of a GPU" in out
-    assert "nn.DataParallel calls the module itself" in out
+    for text in ("the times say nothing of a GPU", "nn.DataParallel calls the module itself"):
+        assert text in out
     assert "WRONG" not in out
     assert "84/84: ddp, 2 processes" in told
 
@@ -197,21 +190,12 @@ def test_json_and_quick(trained: list[Cell], call, tmp_path: Path):
 
 
 def test_what_it_refuses(trained: list[Cell], call, monkeypatch: pytest.MonkeyPatch):
-    status, out, told = call("--device", "meta")
-    assert (status, out) == (2, "")
-    assert "no amp benchmark on meta" in told
     monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
-    status, out, told = call()
-    assert (status, out) == (2, "")
-    assert "fp8engine[examples]" in told
+    for given, why in {("--device", "meta"): "no amp benchmark on meta", (): "fp8engine[examples]"}.items():
+        status, out, told = call(*given)
+        assert (status, out) == (2, "")
+        assert why in told
     assert trained == []
-
-
-@pytest.mark.parametrize("module", [amp, digits])
-def test_examples_in_docstrings(module):
-    found = doctest.testmod(module, optionflags=doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE)
-    assert found.attempted > 0
-    assert found.failed == 0
 
 
 def test_the_committed_result_reaches_the_target():

@@ -24,11 +24,9 @@ COPY = Limits(1e12, 1e9)
 
 def test_bytes_that_have_to_move():
     x = torch.zeros(10, 20, dtype=torch.bfloat16)
-    moved = {name: way.bytes(x) / x.numel() for name, way in casts.WAYS.items()}
-    assert moved["row"] == 3  # two bytes read, one written
-    assert moved["tensor"] == 5  # read once more, for its amax
-    assert moved["tensor, predicted"] == 3
-    assert moved["tensor, transposed too"] == 6
+    # Two bytes read, one written; read once more, for an amax; one byte more of a transpose.
+    for name, moved in {"row": 3, "tensor": 5, "tensor, predicted": 3, "tensor, transposed too": 6}.items():
+        assert casts.WAYS[name].bytes(x) == moved * x.numel(), name
     assert casts.WAYS["row"].bytes(x.float()) == 5 * x.numel()
 
 
@@ -55,8 +53,7 @@ def test_a_cast_that_is_off_by_a_code_has_no_rate(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(reference, "quantize", wrong)
     rows = {row["name"]: row for row in casts.compare((16, 64), CPU, Timer(Ticks(len(casts.WAYS) - 1), 3), COPY)}
     assert rows["row"]["correct"] is False
-    assert "seconds" not in rows["row"]
-    assert "of_copy" not in rows["row"]
+    assert not {"seconds", "of_copy"} & {*rows["row"]}
     assert "WRONG" in harness.line(rows["row"])
     assert rows["tensor"]["correct"] is True
 
@@ -100,21 +97,13 @@ def halved(plain: Any) -> nn.Module:
     return made
 
 
-def test_a_linear_with_wrong_gradients_has_no_time_and_one_that_cannot_run_says_why():
-    def fails(plain):
-        raise RuntimeError("no kernel [here]")
-
-    ways = {
-        linear.BASE: linear.Variant(linear.bf16),
-        "wrong": linear.Variant(halved),
-        "fails": linear.Variant(fails),
-    }
-    _, wrong, failed = linear.compare(Shape(16, 24, 32), CPU, ways, Timer(Ticks(1), 3))
-    assert (wrong["correct"], failed["correct"]) == (False, None)
-    assert not {"seconds", "over_bf16"} & {*wrong, *failed}
+def test_a_linear_with_wrong_gradients_has_no_time():
+    ways = {linear.BASE: linear.Variant(linear.bf16), "wrong": linear.Variant(halved)}
+    _, wrong = linear.compare(Shape(16, 24, 32), CPU, ways, Timer(Ticks(1), 3))
+    assert wrong["correct"] is False
+    assert not {"seconds", "over_bf16"} & {*wrong}
     assert wrong["sqnr"][0] == pytest.approx(6.0, abs=0.1)  # half is missing: 10 log10(4)
     assert "WRONG" in harness.line(wrong)
-    assert "RuntimeError: no kernel [here]" in harness.line(failed)
 
 
 def test_the_command_of_a_linear(monkeypatch: pytest.MonkeyPatch, tmp_path):

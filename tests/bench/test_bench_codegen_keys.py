@@ -46,29 +46,23 @@ def spoilt(path: Path, **values) -> dict:
     return content
 
 
-@pytest.mark.parametrize(
-    ("source", "compiled"), [*((source, True) for source in SOURCES), *((source, False) for source in REST)]
-)
-def test_what_is_compiled_of_a_source_that_a_kernel_imports_at_any_remove_is_in_its_key(
-    source: str, compiled: bool, tmp_path: Path
-):
-    folder = tmp_path / "kernels"
-    shutil.copytree(keys.KERNELS, folder)
-    before = keys.of(CASES[NAME])
-    assert keys.of(CASES[NAME], folder) == before != {}
-    path, (old, new) = folder / f"{source}.py", (SOURCES if compiled else REST)[source]
-    assert old in path.read_text()
-    path.write_text(path.read_text().replace(old, new, 1))
-    keys._sources.cache_clear()
-    assert (keys.of(CASES[NAME], folder) != before) == compiled
-
-
-def test_a_source_that_a_kernel_does_not_import_is_not_in_its_key(tmp_path: Path):
+@pytest.mark.parametrize("compiled", [True, False])
+def test_what_is_compiled_of_a_source_that_a_kernel_imports_at_any_remove_is_in_its_key(compiled: bool, tmp_path: Path):
+    """And a source that it does not import is not."""
     folder = tmp_path / "kernels"
     shutil.copytree(keys.KERNELS, folder)
     for source in ("attention", "norm_quantize", "matmul_grouped"):
         (folder / f"{source}.py").write_text("")
-    assert keys.of(CASES[NAME], folder) == keys.of(CASES[NAME])
+    before = keys.of(CASES[NAME])
+    for source, (old, new) in (SOURCES if compiled else REST).items():
+        keys._sources.cache_clear()
+        assert keys.of(CASES[NAME], folder) == before != {}
+        text = (path := folder / f"{source}.py").read_text()
+        assert old in text
+        path.write_text(text.replace(old, new, 1))
+        keys._sources.cache_clear()
+        assert (keys.of(CASES[NAME], folder) != before) == compiled, source
+        path.write_text(text)
 
 
 def test_what_triton_is_told_the_card_and_the_judgement_are_in_the_key(monkeypatch):
@@ -102,9 +96,8 @@ def test_a_stale_key_is_compiled_judged_and_then_written(baseline: Path, capsys)
     assert written == before  # what was not compiled stays
     capsys.readouterr()
     assert codegen.main(run) == 0
-    assert (
-        "\n1 of 1 launches not compiled: their keys are the baseline's\n0 kernels compiled" in capsys.readouterr().out
-    )
+    printed = capsys.readouterr().out
+    assert "\n1 of 1 launches not compiled: their keys are the baseline's\n0 kernels compiled" in printed
 
 
 def test_a_kernel_with_a_fault_gets_no_key(baseline: Path, monkeypatch):

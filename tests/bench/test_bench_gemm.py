@@ -1,5 +1,6 @@
 """The rows of `bench gemm`: no ratio for a wrong result, right means, and which rows a card has."""
 
+import dataclasses
 import itertools
 import math
 import sys
@@ -14,14 +15,7 @@ from benchmarks.gemm import TARGETS, summary
 from fp8engine.bench import gemm as matmuls
 from fp8engine.bench import harness
 from fp8engine.bench.cases import LLM, Shape
-from fp8engine.bench.gemm import (
-    BASE,
-    FAST,
-    PROMOTED,
-    Variant,
-    gemm,
-    variants,
-)
+from fp8engine.bench.gemm import BASE, FAST, PROMOTED, Variant, gemm, variants
 from fp8engine.bench.harness import Limits, Timer, line, machine
 from fp8engine.ops import device, reference, scaled_mm
 
@@ -42,6 +36,9 @@ def lost_tile(pair):
     return y
 
 
+RIGHT, PLAIN = Variant("tensor", right, roundings=2), Variant("bf16", matmuls._plain)
+
+
 def measured(ways: dict[str, Variant], right: int, shape: Shape = SHAPE) -> dict[str, dict]:
     """Rows by name.  right: how many of the ways are timed."""
     result = gemm([shape], CPU, ways, Timer(Ticks(right), 3), LIMITS)
@@ -55,9 +52,7 @@ def measured(ways: dict[str, Variant], right: int, shape: Shape = SHAPE) -> dict
 def test_a_wrong_result_has_an_error_and_no_time_or_ratio(broken):
     called = []
     wrong = Variant("tensor", lambda pair: called.append(0) or broken(pair), peer="ok")
-    rows = measured(
-        {BASE: Variant("bf16", matmuls._plain), "ok": Variant("tensor", right, roundings=2), "bad": wrong}, 2
-    )
+    rows = measured({BASE: PLAIN, "ok": RIGHT, "bad": wrong}, 2)
     assert rows["bad"]["correct"] is False
     assert TIMES.isdisjoint(rows["bad"])
     assert rows["bad"]["error"] is None or rows["bad"]["error"] > rows["bad"]["tolerance"]
@@ -77,11 +72,7 @@ def test_a_result_that_is_wrong_on_other_operands_is_wrong():
 
 
 def test_ratios_are_the_others_time_over_ours():
-    ways = {
-        BASE: Variant("bf16", matmuls._plain),
-        "slow": Variant("tensor", right, roundings=2),
-        "ours": Variant("tensor", right, peer="slow", roundings=2),
-    }
+    ways = {BASE: PLAIN, "slow": RIGHT, "ours": dataclasses.replace(RIGHT, peer="slow")}
     rows = measured(ways, 3)
     assert [rows[name]["seconds"] for name in ways] == [1.0, 2.0, 3.0]
     assert rows["ours"]["over_peer"] == pytest.approx(2 / 3)
@@ -91,27 +82,23 @@ def test_ratios_are_the_others_time_over_ours():
     assert rows["slow"]["over_peer"] is None
 
 
-def test_a_peer_that_is_wrong_gives_no_ratio():
-    ways = {"torch": Variant("tensor", lost_tile), "ours": Variant("tensor", right, peer="torch", roundings=2)}
-    row = measured(ways, 1)["ours"]
-    assert row["correct"] is True
-    assert row["over_peer"] is row["over_16_bits"] is None
-
-
-def test_what_cannot_run_says_why_and_the_rest_goes_on():
+def test_what_is_wrong_or_cannot_run_gives_no_ratio_and_the_rest_goes_on():
     def refuse(pair):
         raise LookupError("matmul_block has no configuration for sm_89\nand more")
 
-    rows = measured({"none": Variant("block", refuse), "ok": Variant("block", right, roundings=2)}, 1)
+    ways = {
+        "torch": Variant("tensor", lost_tile),
+        "none": Variant("block", refuse),
+        "ours": dataclasses.replace(RIGHT, peer="torch"),
+    }
+    rows = measured(ways, 1)
     assert rows["none"]["correct"] is None
     assert rows["none"]["why"] == "LookupError: matmul_block has no configuration for sm_89"
     assert TIMES.isdisjoint(rows["none"])
-    assert rows["ok"]["seconds"] == 1.0
-
-
-def test_nothing_is_timed_where_nothing_is_right():
-    bad = {"bad": Variant("tensor", lost_tile)}
-    assert matmuls.measured(SHAPE, CPU, bad, Timer(Ticks(1), 3), LIMITS)[0]["correct"] is False
+    assert (rows["ours"]["correct"], rows["ours"]["seconds"]) == (True, 1.0)
+    assert rows["ours"]["over_peer"] is rows["ours"]["over_16_bits"] is None
+    del ways["ours"]  # nothing is timed where nothing is right
+    assert matmuls.measured(SHAPE, CPU, ways, Timer(Ticks(1), 3), LIMITS)[0]["correct"] is False
 
 
 def test_operands_take_turns_while_timing():
@@ -134,47 +121,33 @@ def row(name: str, over: float | None, correct: bool | None = True, tflops: floa
     return made | ({"over_peer": over, "tflops": tflops} if correct else {})
 
 
-def test_the_summary_is_a_geometric_mean_and_the_least():
-    name = "triton fp8 tensor fast"
-    found = summary(
-        [row(name, 0.5), row(name, 2.0), row(name, 1.0, tflops=9.0), row("torch 16 bits", 7.0, tflops=99.0)]
-    )
-    assert found[name]["geometric_mean"] == pytest.approx(1.0)
-    assert found[name]["minimum"] == 0.5
-    assert (found[name]["shapes"], found[name]["note"]) == (3, None)
-    assert found["best_tflops"] == {"name": name, "shape": [1, 2, 3], "tflops": 9.0}
-
-
-def test_the_targets_are_for_the_llm_shapes_among_them():
-    name = "triton fp8 row fast"
-    llm = row(name, 4.0) | {"shape": list(LLM[0])}
-    found = summary([row(name, 1.0), llm])[name]
-    assert found["geometric_mean"] == pytest.approx(2.0)
-    assert found["llm"]["geometric_mean"] == pytest.approx(4.0)
-    assert (found["shapes"], found["llm"]["shapes"]) == (2, 1)
-    assert summary([row(name, 1.0)])[name]["llm"]["note"] == "not measured"
+def test_the_summary_is_a_geometric_mean_and_the_least_and_none_where_a_shape_is_wrong():
+    fast, by_rows, promoted = "triton fp8 tensor fast", "triton fp8 row fast", "triton fp8 row promoted"
+    rows = [row(fast, 0.5), row(fast, 2.0), row(fast, 1.0, tflops=9.0), row("torch 16 bits", 7.0, tflops=99.0)]
+    llm = row(by_rows, 4.0) | {"shape": list(LLM[0])}  # the targets are for these
+    found = summary([*rows, row(by_rows, 1.0), llm, row(promoted, 2.0), row(promoted, None, correct=False)])
+    tensor, of_rows, wrong = (found[name] for name in (fast, by_rows, promoted))
+    assert tensor["geometric_mean"] == pytest.approx(1.0)
+    assert (tensor["minimum"], tensor["shapes"], tensor["note"]) == (0.5, 3, None)
+    assert tensor["llm"]["note"] == "not measured"
+    assert of_rows["geometric_mean"] == pytest.approx(2.0)
+    assert of_rows["llm"]["geometric_mean"] == pytest.approx(4.0)
+    assert (of_rows["shapes"], of_rows["llm"]["shapes"]) == (2, 1)
+    assert wrong["geometric_mean"] is wrong["minimum"] is None
+    assert wrong["note"] == "wrong at 1 of 2 shapes"
+    assert found["best_tflops"] == {"name": fast, "shape": [1, 2, 3], "tflops": 9.0}
+    found = summary([row("torch 16 bits", None), row("triton fp8 row fast", None, correct=None)])  # without a card
+    assert found.pop("best_tflops") is None
+    assert {one["note"] for one in found.values()} == {"not measured"}
 
 
 def test_a_line_has_numbers_only_for_what_is_right():
-    rows = measured({BASE: Variant("bf16", matmuls._plain), "bad": Variant("tensor", lost_tile)}, 1)
+    rows = measured({BASE: PLAIN, "bad": Variant("tensor", lost_tile)}, 1)
     assert "1.00x torch 16 bits" in line(rows[BASE])
     assert "96x64x128" in line(rows[BASE])
     assert "WRONG, error " in line(rows["bad"])
     assert "WRONG: not finite" in line(rows["bad"] | {"error": None, "why": "not finite"})
-    assert "cannot run: why" in line(rows["bad"] | {"correct": None, "why": "why"})
-
-
-def test_one_wrong_shape_leaves_no_mean():
-    name = "triton fp8 row promoted"
-    found = summary([row(name, 2.0), row(name, None, correct=False)])[name]
-    assert found["geometric_mean"] is found["minimum"] is None
-    assert found["note"] == "wrong at 1 of 2 shapes"
-
-
-def test_without_a_card_nothing_counts_as_measured():
-    found = summary([row("torch 16 bits", None), row("triton fp8 row fast", None, correct=None)])
-    assert found.pop("best_tflops") is None
-    assert {one["note"] for one in found.values()} == {"not measured"}
+    assert "cannot run: why [here]" in line(rows["bad"] | {"correct": None, "why": "why [here]"})
 
 
 @pytest.mark.parametrize("capability", [V100, A100])
@@ -271,12 +244,8 @@ def test_the_machine_is_named(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(device, "capability", lambda where: H100)
     monkeypatch.setattr(harness, "_output", lambda *command: command[0])
     found = machine(CARD)
-    assert (found["card"], found["capability"], found["driver"], found["commit"]) == (
-        "NVIDIA H100",
-        "sm_90",
-        "nvidia-smi",
-        "git",
-    )
+    told = [found[key] for key in ("card", "capability", "driver", "commit")]
+    assert told == ["NVIDIA H100", "sm_90", "nvidia-smi", "git"]
     assert harness.version("no-such-package") is None
 
 
@@ -288,10 +257,7 @@ def test_a_program_that_is_not_there_says_nothing():
 
 def test_the_warp_specialised_kernel_is_held_against_triton_and_torch():
     found = gluon_variants()
-    assert {name for name in found if name.startswith("gluon")} == {
-        "gluon fp8 tensor",
-        "gluon fp8 block",
-        "gluon fp8 block by block",
-    }
+    ours = [name for name in found if name.startswith("gluon")]
+    assert sorted(ours) == ["gluon fp8 block", "gluon fp8 block by block", "gluon fp8 tensor"]
     assert all(way.peer is None or way.peer in found for way in found.values())
     assert {way.sums for name, way in found.items() if "triton" in name or "gluon" in name} == {PROMOTED}

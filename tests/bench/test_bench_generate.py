@@ -1,10 +1,12 @@
-"""Generation, measured: what writes tokens is checked against the model that reads a text at once."""
+"""Generation and experts measured without a card: what runs is right, the rest says why, what is wrong has no time."""
+
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from benchmarks import generate
+from benchmarks import experts, generate
 from benchmarks.networks import NETWORKS, Size
 from fp8engine.bench.cases import sqnr
 from fp8engine.bench.harness import Timer, line
@@ -46,19 +48,28 @@ def test_every_variant_is_right_and_timed():
 
 
 def test_a_wrong_variant_has_no_time():
-    def broken(net: nn.Module) -> nn.Module:
+    def broken(net: Any) -> nn.Module:
         with torch.no_grad():
-            net.blocks[0].mlp.down_proj.weight.mul_(-1)  # pyright: ignore
+            net.blocks[0].mlp.down_proj.weight.mul_(-1)
         return net
 
-    def refused(net: nn.Module) -> nn.Module:
-        raise RuntimeError("no such kernel")
-
-    rows = generate.generate(
-        [CASE], CPU, {"bf16": lambda net: net, "broken": broken, "refused": refused}, Timer(WallClock(), 1)
-    )
-    right, wrong, never = rows["rows"]
-    assert "seconds" in right
-    assert "seconds" not in wrong
+    ways = {"bf16": lambda net: net, "broken": broken}
+    right, wrong = generate.generate([CASE], CPU, ways, Timer(WallClock(), 1))["rows"]
+    assert ("seconds" in right, "seconds" in wrong) == (True, False)
     assert "WRONG" in line(wrong)
-    assert "cannot run: RuntimeError: no such kernel" in line(never)
+
+
+def test_every_way_to_multiply_experts_is_right_or_says_why():
+    case = experts.Case(64, 40, 48, 32, 4)
+    assert case.sizes() == [40, 8, 8, 8]
+    rows = {row["name"]: row for row in experts.compare(case, CPU, Timer.of(CPU, 1, 1))}
+    assert len(rows) == 7
+    for name, row in rows.items():
+        if "ours" in name:
+            assert "no Triton kernels for cpu" in row["why"]
+        else:
+            assert row["correct"], name
+            assert "x bf16" in line(row)
+    for case in experts.CASES:
+        assert (sum(case.sizes()), len(case.sizes())) == (case.rows, case.experts)
+        assert min(case.sizes()) >= 0

@@ -58,9 +58,6 @@ def test_the_committed_result_is_of_these_mutants_and_none_survived_without_a_re
     for row, mutant in zip(rows, MUTANTS, strict=True):
         ran = [row[way] for way in WAYS if row[way]]
         assert any(outcome["test"] for outcome in ran) != bool(mutant.equal or mutant.missed), mutant.wrong
-
-
-def test_the_page_of_the_card_has_the_table_of_the_committed_result():
     assert table(known()) in PAGE.read_text(), "python -m benchmarks.mutants --only nothing"
 
 

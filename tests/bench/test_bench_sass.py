@@ -6,20 +6,18 @@ from benchmarks.machine_code import sass
 
 
 def test_the_main_loop_is_the_innermost_with_a_product():
-    text = "\n".join(
-        [
-            ".L_x_0:",
-            "        /*0000*/                   IADD3 R1, R1, 1, RZ ;",
-            ".L_x_1:",
-            "        /*0010*/              @!P1 HGMMA.64x128x16.F32.BF16 R24, gdesc[UR4], R24 ;",
-            "        /*0020*/                   SYNCS.PHASECHK.TRANS64.TRYWAIT P0, [UR4], R2 ;",
-            "        /*0030*/               @P0 BRA `(.L_x_1) ;",
-            "        /*0040*/                   STG.E.128 [R2], R4 ;",
-            "        /*0050*/               @P2 BRA `(.L_x_0) ;",
-            ".L_x_2:",
-            "        /*0060*/                   BRA `(.L_x_2) ;",
-        ]
-    )
+    text = """
+.L_x_0:
+        /*0000*/                   IADD3 R1, R1, 1, RZ ;
+.L_x_1:
+        /*0010*/              @!P1 HGMMA.64x128x16.F32.BF16 R24, gdesc[UR4], R24 ;
+        /*0020*/                   SYNCS.PHASECHK.TRANS64.TRYWAIT P0, [UR4], R2 ;
+        /*0030*/               @P0 BRA `(.L_x_1) ;
+        /*0040*/                   STG.E.128 [R2], R4 ;
+        /*0050*/               @P2 BRA `(.L_x_0) ;
+.L_x_2:
+        /*0060*/                   BRA `(.L_x_2) ;
+"""
     loop = sass.main_loop(text)
     assert (loop.length, loop.products, loop.shapes) == (3, 1, ("HGMMA.64x128x16",))
     assert sass.main_loop("").length == 0
@@ -58,11 +56,9 @@ def test_a_pass_leaves_out_what_it_can_jump_over_and_keeps_what_it_cannot():
 def test_of_two_partitions_with_a_loop_for_the_rest_the_longer_main_loop_counts():
     product, jump = "QGMMA.64x128x32.F32.E4M3.E4M3 R24, gdesc[UR4], R24", "BRA `(.L_x_{})"
     loops = [(product, product), (product,), (product, product, "FADD R1, R2, R3"), (product,)]
-    lines = [
-        line
-        for place, body in enumerate(loops)
-        for line in (f".L_x_{place}:", *(f"        /*0000*/    {text} ;" for text in (*body, jump.format(place))))
-    ]
+    lines = []
+    for place, body in enumerate(loops):
+        lines += [f".L_x_{place}:", *(f"        /*0000*/    {text} ;" for text in (*body, jump.format(place)))]
     # A retry of a wait behind the program's end jumps into the middle of the first loop: it is no loop.
     lines.insert(2, ".L_x_9:")
     lines.append("        /*0000*/    BRA `(.L_x_9) ;")
@@ -72,21 +68,14 @@ def test_of_two_partitions_with_a_loop_for_the_rest_the_longer_main_loop_counts(
 
 def pass_of(*instructions: str) -> sass.Loop:
     """The main loop of these instructions."""
-    lines = [
-        f"        /*{16 * place:04x}*/        {text} ;" for place, text in enumerate((*instructions, "BRA `(.L_x_1)"))
-    ]
+    lines = [f"        /*0000*/        {text} ;" for text in (*instructions, "BRA `(.L_x_1)")]
     return sass.main_loop("\n".join([".L_x_1:", *lines]))
 
 
-FIRST, LAST = (
-    "QGMMA.64x128x32.F32.E4M3.E4M3 R24, gdesc[UR12], RZ, !UPT",
-    "QGMMA.64x128x32.F32.E4M3.E4M3 R24, gdesc[UR12], R24, gsb0",
-)
-DRAINED, ONE_LEFT, BARRIER = (
-    "WARPGROUP.DEPBAR.LE gsb0, 0x0",
-    "WARPGROUP.DEPBAR.LE gsb0, 0x1",
-    "BAR.SYNC.DEFER_BLOCKING 0x0",
-)
+FIRST = "QGMMA.64x128x32.F32.E4M3.E4M3 R24, gdesc[UR12], RZ, !UPT"
+LAST = "QGMMA.64x128x32.F32.E4M3.E4M3 R24, gdesc[UR12], R24, gsb0"
+DRAINED, ONE_LEFT = "WARPGROUP.DEPBAR.LE gsb0, 0x0", "WARPGROUP.DEPBAR.LE gsb0, 0x1"
+BARRIER, WARPS_WAIT = "BAR.SYNC.DEFER_BLOCKING 0x0", "QMMA.16832.F32.E4M3.E4M3 R8, R4, R6, R8"
 SCALED = ("FFMA R88, R24, R4, R88",) * 60
 
 
@@ -98,10 +87,7 @@ SCALED = ("FFMA R88, R24, R4, R88",) * 60
         ((FIRST, LAST, *SCALED, DRAINED, BARRIER), 3),  # scaled while it multiplies
         ((FIRST, LAST, FIRST, LAST, ONE_LEFT, *SCALED, DRAINED, BARRIER, *SCALED), 63),  # half of it so
         ((*SCALED, FIRST, DRAINED, BARRIER, LAST), 0),  # a group that has begun is not waited for
-        (
-            ("@P0 BAR.SYNC.DEFER_BLOCKING 0x0", *SCALED, "QMMA.16832.F32.E4M3.E4M3 R8, R4, R6, R8"),
-            0,
-        ),  # mma.sync waits itself
+        ((f"@P0 {BARRIER}", *SCALED, WARPS_WAIT), 0),  # mma.sync waits itself
     ],
 )
 def test_what_is_issued_with_no_product_in_flight(instructions, exposed):
@@ -125,7 +111,7 @@ def test_clocks_add_up_where_a_barrier_holds_all_warps_at_the_same_place():
     [
         ("QGMMA.64x256x32.F32.E4M3.E4M3 R24, gdesc[UR4], R24", 8, 2 * 64 * 256 * 32 / 4096),  # of a warpgroup
         ("HGMMA.64x128x16.F32.BF16 R24, gdesc[UR4], R24", 4, 64 * 128 * 16 / 2048),
-        ("QMMA.16832.F32.E4M3.E4M3 R8, R4, R6, R8", 8, 8 * 16 * 8 * 32 / 4096),  # of a warp
+        (WARPS_WAIT, 8, 8 * 16 * 8 * 32 / 4096),  # of a warp
         ("HMMA.16816.F32.BF16 R8, R4, R6, R8", 4, 4 * 16 * 8 * 16 / 2048),
         ("UTCQMMA gdesc[UR4], gdesc[UR6], tmem[UR8]", 4, 0),  # whose size no suffix says
         ("FFMA R8, R4, R6, R8", 4, 0),

@@ -61,11 +61,8 @@ def test_the_models_of_transformers_run(case: steps.Case):
 def test_compiled_variants_are_the_eager_ones_and_torchaos_where_it_is_installed(monkeypatch: pytest.MonkeyPatch):
     ours = [f"fp8engine {recipe}, compiled" for recipe in steps.RECIPES]
     of_steps, of_linear = networks.variants(CPU, True), linear.variants(CPU, True)
-    assert [name for name, way in of_steps.items() if way.run is steps.compiled] == [
-        steps.COMPILED,
-        *ours,
-        "layer current, compiled",
-    ]
+    in_graphs = [name for name, way in of_steps.items() if way.run is steps.compiled]
+    assert in_graphs == [steps.COMPILED, *ours, "layer current, compiled"]
     assert [name for name, way in of_linear.items() if way.run is steps.compiled] == ["bf16 nn.Linear, compiled", *ours]
     assert of_steps[steps.COMPILED].make is of_steps[steps.BASE].make
     assert of_linear[ours[0]].make is of_linear["fp8engine current"].make
@@ -114,22 +111,12 @@ def shifted(network: Any) -> nn.Module:
     return network
 
 
-@pytest.mark.parametrize("fault", [Halved, shifted], ids=lambda fault: fault.__name__)
-def test_a_wrong_variant_has_no_time(fault):
-    rows = measured({"bf16": steps.Variant(steps.bf16), "broken": steps.Variant(fault)})
-    assert rows["bf16"]["correct"] is True
-    assert rows["broken"]["correct"] is False
-    assert "seconds" not in rows["broken"]
-    assert "WRONG" in line(rows["broken"])
-
-
-def test_what_cannot_run_says_why():
-    def refuse(network):
-        raise RuntimeError("no such card\nand more")
-
-    rows = measured({"bf16": steps.Variant(steps.bf16), "other": steps.Variant(refuse)})
-    assert rows["other"]["why"] == "RuntimeError: no such card"
-    assert "cannot run" in line(rows["other"])
+def test_a_wrong_variant_has_no_time():
+    makes = {"bf16": steps.bf16, "halved": Halved, "shifted": shifted}
+    rows = measured({name: steps.Variant(make) for name, make in makes.items()})
+    assert [row["correct"] for row in rows.values()] == [True, False, False]
+    assert [name for name, row in rows.items() if "seconds" in row] == ["bf16"]
+    assert "WRONG" in line(rows["halved"])
 
 
 def test_bytes_saved_are_counted_once_and_without_parameters():

@@ -1,4 +1,4 @@
-"""Timing: turns, operands that rotate, an empty L2 cache before every timed call; never how long anything took."""
+"""Timing: turns, an empty L2 cache before every timed call, limits from times; never how long anything took."""
 
 from types import SimpleNamespace
 
@@ -6,7 +6,9 @@ import pytest
 import torch
 
 from fp8engine.bench import timing
+from fp8engine.bench.harness import Limits, half, limits
 from fp8engine.bench.timing import CudaClock, Timing, WallClock, measure
+from fp8engine.ops import device
 
 
 class Scripted:
@@ -48,18 +50,12 @@ class Card:
         self.log.append("wait")
 
 
-def test_variants_take_turns_and_see_the_turn():
+def test_variants_take_turns_and_each_gets_its_own_times_without_the_warm_up():
     seen = []
     calls = {name: lambda turn, name=name: seen.append((name, turn)) for name in "ab"}
-    measure(calls, WallClock(), turns=2, warmup=1)
+    found = measure(calls, Scripted([99, 99, 1, 10, 2, 20]), turns=2, warmup=1)
     assert seen == [("a", 0), ("b", 0), ("a", 1), ("b", 1), ("a", 2), ("b", 2)]
-
-
-def test_each_gets_its_own_times_without_the_warm_up():
-    calls = {"a": lambda turn: None, "b": lambda turn: None}
-    found = measure(calls, Scripted([99, 99, 1, 10, 2, 20, 3, 30]), turns=3, warmup=1)
-    assert found["a"].samples == (1, 2, 3)
-    assert found["b"].samples == (10, 20, 30)
+    assert (found["a"].samples, found["b"].samples) == ((1, 2), (10, 20))
 
 
 def test_median_and_quartile_spread():
@@ -93,3 +89,15 @@ def test_events_are_read_in_seconds_and_only_once():
     clock.time(lambda: None)
     assert clock.seconds() == [1.0, 1.0]  # each pair of this card's events is 1000 ms apart
     assert clock.seconds() == []
+
+
+def test_limits_count_two_operations_a_product_and_a_copy_twice():
+    """On a clock on which the matmul takes 2 s and the copy 4 s."""
+    found = limits(torch.device("cpu"), Scripted([2.0, 4.0] * 100), side=16, copied=1000)
+    assert found == Limits(2 * 16**3 / 2.0, 2 * 1000 / 4.0)
+
+
+def test_a_v100_is_measured_in_fp16(monkeypatch: pytest.MonkeyPatch):
+    for capability, dtype in (((7, 0), torch.float16), ((8, 0), torch.bfloat16), ((9, 0), torch.bfloat16)):
+        monkeypatch.setattr(device, "capability", lambda where, capability=capability: capability)
+        assert (half(torch.device("cuda")), half(torch.device("cpu"))) == (dtype, torch.bfloat16)

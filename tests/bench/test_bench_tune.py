@@ -19,6 +19,7 @@ from fp8engine.ops import reference
 
 CPU, SHAPES = torch.device("cpu"), [Shape(64, 64, 64), Shape(128, 64, 64)]
 BASE = Config(128, 128, 128)
+FAST = BASE._replace(stages=3)
 ABOUT = {"card": "H100", "driver": "1", "capability": "sm_90", "torch": "2", "triton": "3", "date": "d", "commit": "c"}
 
 
@@ -31,22 +32,26 @@ def given(results: dict[Config, list]):
     return lambda shape, configs: [results.get(one, [0.5, 0.5])[SHAPES.index(shape)] for one in configs]
 
 
-def test_the_committed_table_is_written_as_it_is_byte_for_byte():
-    assert tuning_table.dump(committed()) == tuning.TABLE.read_text()
-
-
 def test_the_best_geometric_mean_wins_and_its_least_ratio_is_written():
-    steady, uneven = BASE._replace(stages=3), BASE._replace(stages=5)
+    steady, uneven = FAST, BASE._replace(stages=5)
     run = given({BASE: [1.0, 1.0], steady: [1.2, 1.10096], uneven: [1.9, 0.6]})
     best, tried = tune.search(BASE, [lambda base: [steady, uneven]], SHAPES, run)
     assert best == steady._replace(ratio=1.1)  # rounded down, the least: not 1.101, not the mean
     assert [one.config for one in tried] == [BASE, steady, uneven]
 
 
-def test_a_ratio_just_below_one_is_not_rounded_up_to_it():
-    best, _ = tune.search(BASE, [lambda base: []], SHAPES, given({BASE: [0.99999, 1.3]}))
-    assert best is not None
-    assert best.ratio == 0.999
+@pytest.mark.parametrize(
+    ("results", "ratio"),
+    [
+        ({BASE: [0.99999, 1.3]}, 0.999),  # just below one, and not rounded up to it
+        ({BASE: [1.0, 1.0], FAST: [9.0, "wrong"]}, 1.0),  # fast at the first shape, and wrong at the second
+        ({BASE: ["no", "no"], FAST: ["no", "no"]}, None),
+    ],
+)
+def test_what_wins_is_right_at_every_shape(results: dict[Config, list], ratio: float | None):
+    best, tried = tune.search(BASE, [lambda base: [FAST]], SHAPES, given(results))
+    assert best == (None if ratio is None else BASE._replace(ratio=ratio))
+    assert len(tried) == 2
 
 
 def test_each_step_starts_from_the_best_so_far():
@@ -65,29 +70,17 @@ def test_each_step_starts_from_the_best_so_far():
 
 
 def test_what_fails_at_one_shape_is_out_and_is_not_run_again():
-    fast, runs = BASE._replace(stages=3), []
+    runs = []
 
     def run(shape, configs):
         runs.append((shape, list(configs)))
-        return ["wrong result: relative error 1.0" if one == fast else 1.0 for one in configs]
+        return ["wrong result: relative error 1.0" if one == FAST else 1.0 for one in configs]
 
-    best, tried = tune.search(BASE, [lambda base: [fast]], SHAPES, run)
+    best, tried = tune.search(BASE, [lambda base: [FAST]], SHAPES, run)
     assert best == BASE._replace(ratio=1.0)
-    assert runs == [(SHAPES[0], [BASE, fast]), (SHAPES[1], [BASE])]
+    assert runs == [(SHAPES[0], [BASE, FAST]), (SHAPES[1], [BASE])]
     assert tried[1].why == "64x64x64: wrong result: relative error 1.0"
     assert tried[1].mean == 0.0
-
-
-def test_fast_at_the_first_shape_and_wrong_at_the_second_does_not_win():
-    fast = BASE._replace(stages=3)
-    best, _ = tune.search(BASE, [lambda base: [fast]], SHAPES, given({fast: [9.0, "wrong"], BASE: [1.0, 1.0]}))
-    assert best == BASE._replace(ratio=1.0)
-
-
-def test_nothing_that_runs_leaves_nothing():
-    best, tried = tune.search(BASE, [lambda base: [base._replace(stages=3)]], SHAPES, lambda s, c: ["no"] * len(c))
-    assert best is None
-    assert len(tried) == 2
 
 
 def test_candidates_come_in_the_order_of_their_predicted_times():
@@ -111,11 +104,6 @@ def test_when_the_time_is_up_what_was_predicted_to_be_slow_is_left_and_says_so()
     assert "not tried" in tune._told(best, tried, order, SHAPES)
 
 
-def job(ours) -> tune.Job:
-    check = Variant("tensor", lambda pair: reference.matmul_fp8(pair.a, pair.b), PROMOTED, roundings=2)
-    return tune.Job(check, ours, CPU, WallClock())
-
-
 def test_a_trial_times_only_what_is_right():
     calls = {3: 0, 4: 0, 5: 0}
 
@@ -127,13 +115,14 @@ def test_a_trial_times_only_what_is_right():
         return torch.zeros_like(y) if config.stages == 3 else y
 
     wrong, right, fails = (BASE._replace(stages=stages) for stages in (3, 4, 5))
-    found = tune.trial(job(ours), Shape(64, 48, 32), [wrong, right, fails])
+    check = Variant("tensor", lambda pair: reference.matmul_fp8(pair.a, pair.b), PROMOTED, roundings=2)
+    job = tune.Job(check, ours, CPU, WallClock())
+    found = tune.trial(job, Shape(64, 48, 32), [wrong, right, fails])
     assert str(found[0]).startswith("wrong result: relative error 1.")
     assert isinstance(found[1], float)
     assert found[1] > 0
     assert found[2] == "RuntimeError: out of resource: shared memory"
-    assert calls[3] <= 2
-    assert calls[4] > tune.TURNS
+    assert calls[3] <= 2 < tune.TURNS < calls[4]
     assert calls[5] == 1
 
 
@@ -190,8 +179,9 @@ def test_the_shapes_it_tunes_for_are_of_every_class():
     assert all(tuning.shape_class(s.m, s.n) == name for name in ("large", "medium", "small") for s in found[name])
 
 
-def test_merging_replaces_these_rows_and_says_where_they_come_from():
+def test_merging_replaces_these_rows_says_where_they_come_from_and_shows_the_changed_lines():
     content = committed()
+    assert tuning_table.dump(content) == tuning.TABLE.read_text(), "byte for byte"
     row = BASE._replace(ratio=1.25)._asdict()
     new = tuning_table.merged(content, "sm_90", {("matmul_fp8", "large"): row}, ABOUT | {"threads": 3})
     assert content == committed()
@@ -200,12 +190,9 @@ def test_merging_replaces_these_rows_and_says_where_they_come_from():
     new["operations"]["matmul_fp8"]["sm_90"]["large"] = content["operations"]["matmul_fp8"]["sm_90"]["large"]
     assert new["operations"] == content["operations"]
     assert json.loads(tuning_table.dump(new)) == new
-
-
-def test_the_difference_is_the_changed_lines():
+    new = tuning_table.merged(committed(), "sm_90", {("matmul_fp8", "large"): BASE._asdict()}, ABOUT)
     old = tuning.TABLE.read_text()
-    new = tuning_table.dump(tuning_table.merged(committed(), "sm_90", {("matmul_fp8", "large"): BASE._asdict()}, ABOUT))
-    lines = tuning_table.difference(old, new).splitlines()
+    lines = tuning_table.difference(old, tuning_table.dump(new)).splitlines()
     assert lines[:2] == ["--- a/kernels/tuning.json", "+++ b/kernels/tuning.json"]
     assert sum(line.startswith("-") and "block_m" in line for line in lines) == 1
     assert tuning_table.difference(old, old) == ""
@@ -241,11 +228,6 @@ def test_operations_are_those_of_the_table_and_card():
         tune.rows_for(content, None, "sm_100")
 
 
-def test_without_a_card_there_is_nothing_to_tune():
-    with pytest.raises(BackendError, match="on a card"):
-        tune.tune(None, SHAPES, CPU)
-
-
 def test_from_card_to_table(monkeypatch: pytest.MonkeyPatch):
     """The whole search on a pretended H100 on which 16 rows of tiles, and no descriptors, are fastest."""
 
@@ -253,16 +235,12 @@ def test_from_card_to_table(monkeypatch: pytest.MonkeyPatch):
         assert shape.k % 16 == 0 or not any(one.descriptors for one in configs)  # nothing can describe those
         return [1.0 + 0.1 * (one.group_m == 16) + 0.1 * (not one.descriptors) for one in configs]
 
-    for name, fake in {
-        "trial": trial,
-        "job_of": lambda operation, where, ticks: operation,
-        "clock": lambda where: None,
-        "machine": lambda where: ABOUT,
-    }.items():
-        monkeypatch.setattr(tune, name, fake)
-    monkeypatch.setattr(tune.device, "capability", lambda where: (9, 0))
-    monkeypatch.setattr(tune.device, "name", lambda where: "NVIDIA H100 80GB HBM3")
-    monkeypatch.setattr(tune.device, "processors", lambda where: 132)
+    monkeypatch.setattr(tune, "trial", trial)
+    monkeypatch.setattr(tune, "job_of", lambda operation, where, ticks: operation)
+    monkeypatch.setattr(tune, "clock", lambda where: None)
+    monkeypatch.setattr(tune, "machine", lambda where: ABOUT)
+    for name, value in {"capability": (9, 0), "name": "NVIDIA H100 80GB HBM3", "processors": 132}.items():
+        monkeypatch.setattr(tune.device, name, lambda where, value=value: value)
     monkeypatch.setattr(tune.triton_backend, "require", lambda: None)
     told = []
     new, tried = tune.tune(["matmul_fp8_promoted"], parse("tune"), torch.device("cuda"), told.append)
@@ -325,6 +303,8 @@ def test_only_write_writes_the_table(option: str | None, tmp_path, monkeypatch: 
 
 
 def test_the_script_refuses_in_one_line_without_a_card(monkeypatch: pytest.MonkeyPatch, capsys):
+    with pytest.raises(BackendError, match="on a card"):
+        tune.tune(None, SHAPES, CPU)
     monkeypatch.setattr(tune, "WHERE", CPU)
     monkeypatch.setattr(sys, "argv", ["tune"])
     with pytest.raises(SystemExit) as stopped:

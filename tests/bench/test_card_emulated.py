@@ -27,11 +27,7 @@ from benchmarks.checks import smoke
 SCRIPT = Path(__file__).parents[1] / "helpers" / "emulated_gpu.py"
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 # (first, last) of the smoke checks, about the same work each, and a kernel that they launch.
-SMOKE = {
-    (0, 15): "_matmul_kernel",
-    (15, 17): "_norm_kernel",
-    (17, 20): "_matmul_kernel",
-}
+SMOKE = {(0, 15): "_matmul_kernel", (15, 17): "_norm_kernel", (17, 20): "_matmul_kernel"}
 
 
 class Others(NamedTuple):
@@ -50,10 +46,7 @@ CASTS = {"_measure_kernel", "_cast_kernel", "_matmul_kernel"}
 TRAINING = CASTS | {"_scale_update_kernel"}
 # What one run of the script has: groups whose work takes about the same time together.
 OTHERS = (
-    {
-        "gluon": Others(FIRST, {"_matmul_gluon_kernel"}, 8),
-        "few": Others(FIRST, {"_matmul_kernel"}, 12),
-    },
+    {"gluon": Others(FIRST, {"_matmul_gluon_kernel"}, 8), "few": Others(FIRST, {"_matmul_kernel"}, 12)},
     {
         "gemm": Others(FIRST, {"_matmul_kernel"}, 14),
         "casts": Others(FIRST, {"_cast_kernel", "_short_kernel"}, 9),
@@ -111,10 +104,12 @@ def run(folder: Path, places: Mapping[str, list[int] | str]) -> Ran:
     return Ran(done.returncode, done.stdout, found)
 
 
-def test_every_smoke_check_has_its_place():
+def test_every_smoke_check_and_every_group_has_its_place():
     names = [name for name, _ in smoke.checks(torch.device("cpu"))]
     assert [place for first, last in SMOKE for place in range(first, last)] == list(range(len(names)))
     assert len(names) == 20
+    groups = [name for run in OTHERS for name in run]
+    assert sorted([*groups, "smoke", *LEFT_OUT]) == sorted(NAMES)
 
 
 @pytest.mark.slow
@@ -130,11 +125,6 @@ def test_smoke_checks_are_right_on_the_emulated_card(place: tuple[int, int], tmp
     assert SMOKE[place] in launched["kernels"]
     assert f"smoke      done, {ran.of('smoke', 'end')[0]['seconds']:.0f} s" in ran.printed
     assert f"{len(names)} checks" in ran.printed
-
-
-def test_every_group_has_its_place():
-    groups = [name for run in OTHERS for name in run]
-    assert sorted([*groups, "smoke", *LEFT_OUT]) == sorted(NAMES)
 
 
 @pytest.mark.slow

@@ -40,18 +40,14 @@ def driver(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a driver's library that has every function which Triton's C code names."""
     folder = tmp_path_factory.mktemp("driver")
     text = Path(nvidia.__path__[0], "driver.c").read_text()
-    functions = "".join(
-        f"int {name}(void) {{ return 100; }}\n" for name in set(re.findall(r"\bcu[A-Z]\w+(?=\()", text))
-    )
-    (folder / "it.c").write_text(functions)
+    names = set(re.findall(r"\bcu[A-Z]\w+(?=\()", text))
+    (folder / "it.c").write_text("".join(f"int {name}(void) {{ return 100; }}\n" for name in names))
     made = ["-o", str(folder / launchers.LIBRARY), f"-Wl,-soname,{launchers.LIBRARY}"]
     subprocess.run(["gcc", "-shared", "-fPIC", "-fno-builtin", "-w", str(folder / "it.c"), *made], check=True)
     return folder
 
 
-def loaded(
-    cache: Path, driver: Path, tmp_path: Path, compiler: str = "/nowhere/cc"
-) -> subprocess.CompletedProcess[str]:
+def loaded(cache: Path, driver: Path, tmp_path: Path, compiler: str) -> subprocess.CompletedProcess[str]:
     """A process that asks Triton for its launcher, with a cache of Triton's that is empty."""
     environment = os.environ | {
         "CC": compiler,
@@ -68,9 +64,9 @@ def test_a_machine_without_a_compiler_loads_what_was_carried(cache: Path, driver
     pack.write(cache, tmp_path / "pack.tar.xz", {})
     there = tmp_path / "there"
     assert pack.unpack(tmp_path / "pack.tar.xz", there)["launchers"] == launchers.make(cache)
-    done = loaded(there, driver, tmp_path)
+    done = loaded(there, driver, tmp_path, "/nowhere/cc")
     assert done.stdout == "loaded True\n", done.stderr
-    assert "/nowhere/cc" in loaded(tmp_path / "empty", driver, tmp_path / "other").stderr
+    assert "/nowhere/cc" in loaded(tmp_path / "empty", driver, tmp_path / "other", "/nowhere/cc").stderr
 
 
 @pytest.mark.slow
@@ -78,7 +74,7 @@ def test_what_does_not_load_is_compiled_anew(cache: Path, driver: Path, tmp_path
     (module,) = (cache / launchers.FOLDER).glob(f"*{SUFFIX}")
     (tmp_path / launchers.FOLDER).mkdir()
     (tmp_path / launchers.FOLDER / module.name).write_bytes(b"\x7fELF of another C library")
-    done = loaded(tmp_path, driver, tmp_path, compiler="gcc")
+    done = loaded(tmp_path, driver, tmp_path, "gcc")
     assert done.stdout == "loaded True\n", done.stderr
     assert "the pack's launcher does not fit" in done.stderr
 

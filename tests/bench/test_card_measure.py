@@ -36,17 +36,12 @@ def lost() -> None:
 
 
 def test_a_check_that_fails_or_raises_does_not_hide_the_others(tmp_path: Path):
-    every = [("fine", lambda: None), ("wrong", lambda: "3 of 9"), ("memory", out_of_memory), ("last", lambda: None)]
-    group(tmp_path).checks(every)
+    every = {"fine": lambda: None, "wrong": lambda: "3 of 9", "memory": out_of_memory, "last": lambda: None}
+    group(tmp_path).checks([*every.items()])
     found = written(tmp_path)
-    assert [one["what"] for one in found if one["kind"] == "begin"] == ["fine", "wrong", "memory", "last"]
-    checks = {one["name"]: one["wrong"] for one in found if one["kind"] == "check"}
-    assert checks == {
-        "fine": None,
-        "wrong": "3 of 9",
-        "memory": "OutOfMemoryError: CUDA out of memory. Tried to allocate 80 GiB",
-        "last": None,
-    }
+    assert [one["what"] for one in found if one["kind"] == "begin"] == list(every)
+    wrong = [one["wrong"] for one in found if one["kind"] == "check"]
+    assert wrong == [None, "3 of 9", "OutOfMemoryError: CUDA out of memory. Tried to allocate 80 GiB", None]
 
 
 def test_a_lost_context_ends_the_group(tmp_path: Path):
@@ -58,19 +53,15 @@ def test_a_lost_context_ends_the_group(tmp_path: Path):
 
 def test_what_there_is_no_time_for_is_said(tmp_path: Path):
     group(tmp_path, -1.0).checks([("late", lambda: None)] * 3)
-    (note,) = written(tmp_path)
-    assert note["text"] == "no time for 3 of 3: late ..."
+    assert [note["text"] for note in written(tmp_path)] == ["no time for 3 of 3: late ..."]
 
 
 @pytest.fixture
 def card(monkeypatch: pytest.MonkeyPatch):
     """A CUDA device as far as a group's process asks for one before its work begins."""
-    for name, value in {
-        "current_device": lambda: 0,
-        "set_device": lambda it: None,
-        "synchronize": lambda it: None,
-    }.items():
-        monkeypatch.setattr(torch.cuda, name, value)
+    for name in ("set_device", "synchronize"):
+        monkeypatch.setattr(torch.cuda, name, lambda it: None)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(device, "has_fp8", lambda where: True)
     monkeypatch.setattr(device, "name", lambda where: "pretended card")
     monkeypatch.setattr(harness, "machine", lambda where: {"card": "pretended", "date": "2026-01-02"})
@@ -129,25 +120,26 @@ def test_a_card_without_fp8_is_not_measured(card, monkeypatch, tmp_path: Path):
     assert written(tmp_path)[-1]["text"] == "not measured: pretended card has no FP8 Tensor Cores"
 
 
-def test_torchao_comes_from_a_carried_wheel_or_is_said_to_be_missing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    monkeypatch.setattr(measure.sys, "path", [])
-    monkeypatch.setattr(
-        measure.sys, "modules", {name: it for name, it in measure.sys.modules.items() if "torchao" not in name}
-    )
-    assert "no torchao: put a folder that holds it on PYTHONPATH" in (measure.without_torchao(tmp_path) or "")
-    (tmp_path / measure.WHEELS).mkdir()
-    with zipfile.ZipFile(tmp_path / measure.WHEELS / "torchao-0.18.0-py3-none-any.whl", "w") as wheel:
+@pytest.fixture
+def torchao(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """A folder to hold torchao, which is on no path."""
+    monkeypatch.setattr(measure.sys, "path", [str(tmp_path)])
+    others = {name: it for name, it in measure.sys.modules.items() if "torchao" not in name}
+    monkeypatch.setattr(measure.sys, "modules", others)
+    return tmp_path
+
+
+def test_torchao_comes_from_a_carried_wheel_or_is_said_to_be_missing(torchao: Path):
+    assert "no torchao: put a folder that holds it on PYTHONPATH" in (measure.without_torchao(torchao) or "")
+    (torchao / measure.WHEELS).mkdir()
+    with zipfile.ZipFile(torchao / measure.WHEELS / "torchao-0.18.0-py3-none-any.whl", "w") as wheel:
         wheel.writestr("torchao/__init__.py", "")
         wheel.writestr("torchao/float8/__init__.py", "")
-    assert measure.without_torchao(tmp_path) is None
+    assert measure.without_torchao(torchao) is None
 
 
-def test_a_torchao_that_does_not_import_is_no_peer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    (tmp_path / "torchao" / "float8").mkdir(parents=True)
-    (tmp_path / "torchao" / "__init__.py").write_text("")
-    (tmp_path / "torchao" / "float8" / "__init__.py").write_text("raise ImportError('needs another torch')")
-    monkeypatch.setattr(measure.sys, "path", [str(tmp_path)])
-    monkeypatch.setattr(
-        measure.sys, "modules", {name: it for name, it in measure.sys.modules.items() if "torchao" not in name}
-    )
-    assert measure.without_torchao(tmp_path) == "torchao cannot be imported: ImportError: needs another torch"
+def test_a_torchao_that_does_not_import_is_no_peer(torchao: Path):
+    (torchao / "torchao" / "float8").mkdir(parents=True)
+    (torchao / "torchao" / "__init__.py").write_text("")
+    (torchao / "torchao" / "float8" / "__init__.py").write_text("raise ImportError('needs another torch')")
+    assert measure.without_torchao(torchao) == "torchao cannot be imported: ImportError: needs another torch"

@@ -1,9 +1,9 @@
 """`make gpu` on a fake card under a fake clock: the plan is walked to its end whatever a group does, and nothing that
 was measured is lost."""
 
-import importlib.util
 import json
 import os
+import runpy
 import subprocess
 import sys
 from collections.abc import Callable
@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.card import plan, preflight, records, run, table
+from benchmarks.card import measure, plan, preflight, records, run, table
 from benchmarks.card.plan import NAMES, PLAN, Group
 from benchmarks.card.records import Sink
 from fp8engine import environment as settings
@@ -39,13 +39,8 @@ class FakeGroup:
     """A group on the fake card: it takes some seconds, writes something, and ends in its own way."""
 
     def __init__(self, clock: Clock, sink: Sink, seconds: float, status: int | None, printed: str = ""):
-        self.clock, self.end, self.status, self.printed, self.killed = (
-            clock,
-            clock.time + seconds,
-            status,
-            printed,
-            False,
-        )
+        self.clock, self.end, self.status, self.printed = clock, clock.time + seconds, status, printed
+        self.killed = False
         sink.begin("fake 1")
         sink.write("check", name="fake 1", wrong=None, seconds=0.1)
         sink.begin("fake 2")
@@ -81,13 +76,26 @@ def fake_world(file: Path, ends: Callable[[Group], str], shown: list[str]) -> ru
     return run.World(clock.now, clock.sleep, start, shown.append)
 
 
+def writing(file: Path, group: str, record: str) -> str:
+    """A program that writes a record."""
+    return (
+        f"import sys; sys.path.insert(0, {str(ROOT)!r})\nfrom pathlib import Path\n"
+        f"from benchmarks.card.records import Sink\nSink(Path({str(file)!r}), {group!r}).write({record})"
+    )
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    return tmp_path / "gpu.jsonl"
+
+
 BAD = [name for name in ENDINGS if name != "well"]
 CASES = [*((name, BAD[place % len(BAD)]) for place, name in enumerate(NAMES)), *(("gemm", bad) for bad in BAD)]
 
 
 @pytest.mark.parametrize(("group", "bad"), dict.fromkeys(CASES))
-def test_a_group_that_fails_costs_itself_alone(tmp_path: Path, group: str, bad: str):
-    file, shown = tmp_path / "gpu.jsonl", []
+def test_a_group_that_fails_costs_itself_alone(file: Path, group: str, bad: str):
+    shown: list[str] = []
     status = run.run(PLAN, file, 3600, fake_world(file, lambda it: bad if it.name == group else "well", shown))
     text = table.text(file)
     assert status == 1
@@ -102,14 +110,12 @@ def test_a_group_that_fails_costs_itself_alone(tmp_path: Path, group: str, bad: 
 
 
 @pytest.mark.parametrize(("ends", "wrong"), [("well", None), ("well", "3 differ"), ("hang", None), ("signal", None)])
-def test_where_gluon_goes_wrong_the_other_groups_run_without_it(tmp_path: Path, ends: str, wrong: str | None):
-    file, shown, environment = tmp_path / "gpu.jsonl", [], {}
+def test_where_gluon_goes_wrong_the_other_groups_run_without_it(file: Path, ends: str, wrong: str | None):
+    environment: dict[str, str] = {}
     if wrong:
         Sink(file, "gluon").write("check", name="matmul_gluon", wrong=wrong)
-    world = fake_world(file, lambda it: ends if it.name == "gluon" else "well", shown)._replace(
-        set=environment.__setitem__
-    )
-    run.run(PLAN, file, 3600, world)
+    world = fake_world(file, lambda it: ends if it.name == "gluon" else "well", [])
+    run.run(PLAN, file, 3600, world._replace(set=environment.__setitem__))
     assert environment == ({} if (ends, wrong) == ("well", None) else {settings.GLUON: "0"})
 
 
@@ -132,8 +138,8 @@ class Interrupted(FakeGroup):
         raise KeyboardInterrupt
 
 
-def test_a_run_that_is_interrupted_leaves_no_group_on_the_card(tmp_path: Path):
-    file, clock, started = tmp_path / "gpu.jsonl", Clock(), []
+def test_a_run_that_is_interrupted_leaves_no_group_on_the_card(file: Path):
+    clock, started = Clock(), []
 
     def start(group: Group, seconds: float) -> FakeGroup:
         started.append(Interrupted(clock, Sink(file, group.name), 9.0, 0))
@@ -144,8 +150,11 @@ def test_a_run_that_is_interrupted_leaves_no_group_on_the_card(tmp_path: Path):
     assert [group.killed for group in started] == [True]
 
 
-def test_every_group_may_fail(tmp_path: Path):
-    file, shown = tmp_path / "gpu.jsonl", []
+def test_every_group_may_fail_or_none(file: Path):
+    shown: list[str] = []
+    assert run.run(PLAN, file, 540, fake_world(file, lambda group: "well", shown)) == 0
+    assert "FAILED" not in shown[-1]
+    file.unlink()
     ends = {group.name: BAD[place % len(BAD)] for place, group in enumerate(PLAN)}
     assert run.run(PLAN, file, 3600, fake_world(file, lambda group: ends[group.name], shown)) == 1
     text = table.text(file)
@@ -153,15 +162,9 @@ def test_every_group_may_fail(tmp_path: Path):
     assert "matmuls: not measured" in text
 
 
-def test_a_run_without_trouble(tmp_path: Path):
-    file, shown = tmp_path / "gpu.jsonl", []
-    assert run.run(PLAN, file, 540, fake_world(file, lambda group: "well", shown)) == 0
-    assert "FAILED" not in shown[-1]
-
-
-def test_the_table_after_three_six_and_nine_minutes(tmp_path: Path):
+def test_the_table_after_three_six_and_nine_minutes(file: Path):
     """Even while a group hangs.  What is not begun for lack of time is said, and is no failure of its own."""
-    file, shown = tmp_path / "gpu.jsonl", []
+    shown: list[str] = []
     run.run(PLAN, file, 560, fake_world(file, lambda group: "hang", shown))
     marks = [text.splitlines()[0] for text in shown if text.startswith("after")]
     assert marks == ["after 3 minutes", "after 6 minutes", "after 9 minutes"]
@@ -172,18 +175,16 @@ def test_the_table_after_three_six_and_nine_minutes(tmp_path: Path):
     assert not [record for record in records.read(file)[0] if record["group"] == "model" and record["kind"] == "start"]
 
 
-def test_a_group_that_cannot_be_started(tmp_path: Path):
+def test_a_group_that_cannot_be_started(file: Path):
     def start(group: Group, seconds: float):
         raise OSError("no more processes")
 
-    file, clock = tmp_path / "gpu.jsonl", Clock()
-    shown: list[str] = []
+    clock, shown = Clock(), []
     assert run.run(PLAN, file, 540, run.World(clock.now, clock.sleep, start, shown.append)) == 1
     assert shown[-1].count("could not be started: no more processes") == len(PLAN)
 
 
-def test_results_are_read_around_a_line_that_was_cut_off(tmp_path: Path):
-    file = tmp_path / "gpu.jsonl"
+def test_results_are_read_around_a_line_that_was_cut_off(file: Path):
     sink = Sink(file, "gemm")
     sink.rows("gemm", [ROW])
     with file.open("a") as open_file:
@@ -202,8 +203,7 @@ def test_results_are_read_around_a_line_that_was_cut_off(tmp_path: Path):
     assert "5 lines of the file could not be read" in text
 
 
-def test_the_exit_status_says_whether_something_was_wrong(tmp_path: Path):
-    file = tmp_path / "gpu.jsonl"
+def test_the_exit_status_says_whether_something_was_wrong(file: Path):
     sink = Sink(file, "smoke")
     sink.write("check", name="fine", wrong=None)
     untimed = {key: ROW[key] for key in ("name", "shape")}
@@ -220,39 +220,28 @@ PROGRAMS = {
     "exception": ("raise RuntimeError('CUDA error: misaligned')", "exit status 1", "RuntimeError: CUDA error"),
     "out of memory": (
         "import resource\nresource.setrlimit(resource.RLIMIT_AS, (1 << 28,) * 2)\nbytearray(1 << 30)",
-        "exit status 1",
-        "MemoryError",
-    ),
-    "garbage": (
-        "import sys; sys.stdout.buffer.write(bytes(range(256)) * 500); sys.exit(3)",
-        "exit status 3",
-        "\\xa0",
-    ),
+        "exit status 1", "MemoryError"),
+    "garbage": ("import sys; sys.stdout.buffer.write(bytes(range(256)) * 500); sys.exit(3)", "exit status 3", "\\xa0"),
     "a child that goes on": (
         "import subprocess, sys; subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
         "import time; time.sleep(600)",
-        "killed: it was not done after",
-        "",
-    ),
-}
+        "killed: it was not done after", ""),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("bad", PROGRAMS)
-def test_processes_that_fail(tmp_path: Path, bad: str):
+def test_processes_that_fail(file: Path, bad: str):
     """The same with processes of the machine: the one after is not disturbed."""
     program, why, last = PROGRAMS[bad]
-    file, started = tmp_path / "gpu.jsonl", []
-    good = f"import sys; sys.path.insert(0, {str(ROOT)!r})\nfrom benchmarks.card.records import Sink\n"
-    good += f"from pathlib import Path; Sink(Path({str(file)!r}), 'good').write('check', name='it', wrong=None)"
-    plan = (Group("bad", 1.0, ""), Group("good", 60.0, ""))
+    started: list[run.Spawned] = []
 
     def start(group: Group, seconds: float) -> run.Spawned:
-        code = program if group.name == "bad" else good
-        started.append(run.Spawned([sys.executable, "-c", code], tmp_path / group.name, dict(os.environ)))
+        code = program if group.name == "bad" else writing(file, "good", "'check', name='it', wrong=None")
+        started.append(run.Spawned([sys.executable, "-c", code], file.parent / group.name, dict(os.environ)))
         return started[-1]
 
-    world = run.Processes(file, tmp_path).world(lambda text: None)._replace(start=start)
-    plan = (plan[0]._replace(seconds=1.0 if "killed" in why else 60.0), plan[1])
+    world = run.Processes(file, file.parent).world(lambda text: None)._replace(start=start)
+    plan = (Group("bad", 1.0 if "killed" in why else 60.0, ""), Group("good", 60.0, ""))
     assert run.run(plan, file, 3600, world) == 1
     text = table.text(file, plan)
     assert why in text
@@ -267,17 +256,7 @@ def script(*arguments: str, **environment: str) -> subprocess.CompletedProcess[s
     return subprocess.run(command, capture_output=True, text=True, cwd="/", env=os.environ | environment)
 
 
-def test_without_a_card_nothing_is_claimed():
-    if torch.cuda.is_available():
-        pytest.fail("this test is about a machine without a card; deselect it on one")
-    done = script()
-    assert done.returncode == 0
-    assert done.stdout.startswith("not measured: no NVIDIA driver")
-    assert all(line.startswith("not measured: ") for line in done.stdout.splitlines())
-
-
-def test_the_table_is_made_anew_from_a_file(tmp_path: Path):
-    file = tmp_path / "gpu.jsonl"
+def test_the_table_is_made_anew_from_a_file(file: Path):
     Sink(file, "gemm").rows("gemm", [ROW])
     done = script("--table", str(file))
     assert done.returncode == 0
@@ -289,40 +268,24 @@ def test_a_group_that_does_not_exist():
 
 
 def test_every_group_has_work_and_work_has_a_group():
-    spec = importlib.util.find_spec("benchmarks.card.measure")
-    assert spec is not None
-    from benchmarks.card import measure
-
     assert set(measure.WORK) == set(NAMES)
     assert len(NAMES) == len(set(NAMES))
     assert NAMES[:6] == ("gluon", "smoke", "gemm", "casts", "linear", "block")
 
 
-def test_lines_are_on_disk_at_once(tmp_path: Path):
-    file = tmp_path / "gpu.jsonl"
-    code = (
-        f"import sys, os; sys.path.insert(0, {str(ROOT)!r})\nfrom benchmarks.card.records import Sink\n"
-        f"from pathlib import Path; Sink(Path({str(file)!r}), 'g').write('note', text='kept'); os.kill(os.getpid(), 9)"
-    )
+def test_lines_are_on_disk_at_once(file: Path):
+    code = writing(file, "g", "'note', text='kept'") + "; import os; os.kill(os.getpid(), 9)"
     subprocess.run([sys.executable, "-c", code])
     assert json.loads(file.read_text())["text"] == "kept"
 
 
 def test_the_whole_script_on_a_pretended_card(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys):
     """The pool compiles while a group runs, and is ended with the run; the file and its table are left."""
-    spec = importlib.util.spec_from_file_location("gpu_script", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    script = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
-    pool: list[run.Spawned] = []
+    main, pool = runpy.run_path(str(SCRIPT))["main"], []
 
     def group(processes: run.Processes, group: Group, seconds: float) -> run.Spawned:
         pool.extend(processes._pool)
-        code = f"import sys, time; sys.path.insert(0, {str(ROOT)!r})\nfrom benchmarks.card.records import Sink\n"
-        code += (
-            f"from pathlib import Path; Sink(Path({str(processes.file)!r}), 'gluon').write('note', text='on a card')"
-        )
+        code = writing(processes.file, "gluon", "'note', text='on a card'")
         return run.Spawned([sys.executable, "-c", code], tmp_path / "log", dict(os.environ))
 
     monkeypatch.setattr(run.Processes, "group", group)
@@ -332,7 +295,7 @@ def test_the_whole_script_on_a_pretended_card(monkeypatch: pytest.MonkeyPatch, t
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     arguments = ["--groups", "gluon", "--jobs", "2", "--out", str(tmp_path / "out"), "--cache", str(tmp_path / "cache")]
     monkeypatch.setattr(sys, "argv", ["gpu.py", *arguments])
-    assert script.main() == 0
+    assert main() == 0
     assert len(pool) == 2
     assert all(process.poll() is not None for process in pool)
     (file,), (text,) = (list((tmp_path / "out").glob(f"*-gpu.{ending}")) for ending in ("jsonl", "txt"))

@@ -5,7 +5,6 @@ multiprocessor, and with 0.8 us of latency 29,091 bytes on their way.
 """
 
 import dataclasses
-import doctest
 import json
 from types import SimpleNamespace
 
@@ -21,17 +20,20 @@ KERNELS = json.loads(baselines.path(baselines.DEVELOPED).read_text())["kernels"]
 CASES = {case.name: case for case in launches.cases()}
 
 
+def of(name: str, card=H100_SXM, **changed) -> ceilings.Shares:
+    """The ceilings of a kernel of the baseline, or of one that differs so."""
+    found = ceilings.of(name, KERNELS[name] | changed, card)
+    assert found is not None
+    return found
+
+
 def sass_of(*lines: str) -> str:
     """Machine code of these instructions and labels."""
     return "\n".join(line if line.endswith(":") else f"        /*0010*/    {line} ;" for line in lines)
 
 
-LOAD, SECOND, STORE = (
-    "LDG.E.128 R4, desc[UR4][R2.64]",
-    "LDG.E.128 R8, desc[UR4][R2.64+0x1000]",
-    "STG.E.128 desc[UR4][R2.64], R4",
-)
-
+LOAD, SECOND = "LDG.E.128 R4, desc[UR4][R2.64]", "LDG.E.128 R8, desc[UR4][R2.64+0x1000]"
+STORE = "STG.E.128 desc[UR4][R2.64], R4"
 THIRD = ("LDG.E.128 R12, desc[UR4][R2.64]", "LDG.E.128 R16, desc[UR4][R2.64]")
 
 
@@ -114,22 +116,19 @@ def test_a_cast_is_held_against_bandwidth_and_latency():
     name = "cast_transpose tensor predicted sm_90: 1 _measure_kernel"
     row = KERNELS[name]
     assert (row["resident"], row["in_flight"]) == (3, 3 * 128 * 64)
-    found = ceilings.of(name, row, H200)
-    assert found is not None
+    found = of(name, H200)
     assert found.loads == pytest.approx(24576 / 29091, rel=1e-3)  # 84 % of the bandwidth
     assert found.issue == pytest.approx(row["bytes_per_clock"] / 19.87, rel=1e-3)
     assert (found.of, found.l2) == ("memory", 1.0)
     assert found.least < 0.85
-    slower = ceilings.of(name, row, H100_SXM)
-    assert slower is not None
+    slower = of(name)
     assert slower.loads == pytest.approx(min(1.0, 24576 / (29091 * 3.35 / 4.8)), rel=1e-3)
 
 
 def test_a_promoted_matmul_asks_more_of_l2_than_comes():
     """128x128 in FP8: (1/128 + 1/128) 4096 = 64 bytes a clock; a card gives L2_OF_CARD / 132."""
     name = tables.PRODUCTS["Gluon promoted, 1 + 4 + 4 warps"]
-    found = ceilings.of(name, KERNELS[name], H100_SXM)
-    assert found is not None
+    found = of(name)
     assert (found.of, found.issue, found.loads) == ("Tensor Cores", 0.92, 1.0)
     assert found.l2 == pytest.approx(min(L2_OF_PROCESSOR, L2_OF_CARD / 132) / 64)
     assert (found.least, found.limit) == (found.l2, "L2")
@@ -141,8 +140,7 @@ def test_attention_is_held_against_the_products_that_its_result_needs():
     row = KERNELS[name]
     assert row["tensor_cycles"] == 2 * 128
     assert row["bytes_per_clock"] == 2 * 64 * 128 / 256  # of keys and of values: 64
-    found = ceilings.of(name, row, H100_SXM)
-    assert found is not None
+    found = of(name)
     assert found.issue == pytest.approx(min(2 * row["ceiling"] / 100, 256 / row["busy_cycles"]))
     assert (found.limit, row["resident"]) == ("issue", 2)
     assert row["busy_cycles"] == row["loop"] > 64 * 64 / 16  # 4 warps on 4 schedulers; the exponentials take less
@@ -150,28 +148,23 @@ def test_attention_is_held_against_the_products_that_its_result_needs():
     name = "attention_backward 128 full sm_90: 2 _by_keys_kernel"
     assert KERNELS[name]["tensor_cycles"] == 896
     # Both warpgroups multiply all 64x64 of s and of dP, 2 (128 + 256) + 2 256 clocks, of which 896 are needed.
-    found = ceilings.of(name, KERNELS[name], H100_SXM)
-    assert found is not None
+    found = of(name)
     assert found.issue <= 896 / 1280
 
 
 def test_two_programs_fill_each_others_gaps_until_the_issue_slots_are_full():
     name = "attention 128 full sm_90"
-    row = KERNELS[name] | {"ceiling": 30, "resident": 2, "tensor_cycles": 256.0, "busy_cycles": 300.0}
+    gaps = {"ceiling": 30, "tensor_cycles": 256.0, "busy_cycles": 300.0}
     for resident, share in ((1, 0.30), (2, 0.60), (3, 256 / 300)):
-        found = ceilings.of(name, row | {"resident": resident}, H100_SXM)
-        assert found is not None
+        found = of(name, **gaps, resident=resident)
         assert found.issue == pytest.approx(share)
-    few = row | {"shared": 1000, "in_flight": 0, "resident": 1}
-    found = ceilings.of(name, few, H100_SXM)
-    assert found is not None
-    assert found.loads == 1000 / (row["bytes_per_clock"] * LATENCY)
+    found = of(name, **gaps, shared=1000, in_flight=0, resident=1)
+    assert found.loads == 1000 / (KERNELS[name]["bytes_per_clock"] * LATENCY)
 
 
 def test_cards_but_hopper_have_issue_slots_alone_and_rows_of_before_nothing():
     name = "attention 128 causal sm_89"
-    found = ceilings.of(name, KERNELS[name], H100_SXM)
-    assert found is not None
+    found = of(name)
     assert (found.l2, found.loads, found.least) == (None, None, found.issue)
     assert ceilings.of("quantize row bfloat16 sm_89", KERNELS["quantize row bfloat16 sm_89"], H200) is None
     assert ceilings.of(name, {"ceiling": 90}, H100_SXM) is None
@@ -185,8 +178,7 @@ def test_every_hopper_kernel_of_the_baseline_has_its_three_ceilings(capsys):
     printed = {line[: max(map(len, KERNELS))].strip() for line in lines if "sm_90" in line}
     assert printed == {name for name in KERNELS if "sm_90" in name}
     for name in printed:
-        found = ceilings.of(name, KERNELS[name], H200)
-        assert found is not None
+        found = of(name, H200)
         assert 0 < found.least <= 1
 
 
@@ -272,10 +264,3 @@ def test_the_distance_is_of_48_layers_and_144_matmuls():
             assert all(0.1 < share < 1 for share in distance.shares(H100_SXM, kernel, sums, "forward"))
     block, fast = (distance.shares(H100_SXM, "Triton", sums, "wgrad") for sums in ("block", "fast"))
     assert sum(block) < sum(fast)  # 64 bytes a clock from L2 instead of 48
-
-
-@pytest.mark.parametrize("module", [ceilings, traffic, tables, distance, memory_time])
-def test_examples_in_docstrings(module):
-    found = doctest.testmod(module)
-    assert found.attempted > 0
-    assert found.failed == 0

@@ -21,15 +21,11 @@ def test_no_ceiling_is_higher_than_the_machine_code_says(family, sums):
         assert CEILINGS[family][sums] <= CEILINGS["triton"][sums]
 
 
-def test_the_page_has_what_is_computed_now():
-    """Else run `python -m benchmarks.predicted --write`."""
+def test_the_page_has_what_is_computed_now(monkeypatch: pytest.MonkeyPatch):
+    """Else run `python -m benchmarks.predicted --write`: another launch or time makes it stale."""
     page = pages()
     assert predicted.written(page) == page
     assert [part[1] for part in predicted.PART.finditer(page)] == list(predicted.TABLES)
-
-
-def test_another_launch_or_time_makes_the_page_stale(monkeypatch):
-    page = pages()
     with monkeypatch.context() as patch:
         once = launches.cast
         patch.setattr(launches, "cast", lambda *given, **how: [*once(*given, **how), Launch("cast")])

@@ -1,4 +1,8 @@
-"""benchmarks/real.py without its models: paired statistics, the choice under a share of FLOPs, the predicted cost."""
+"""benchmarks/real.py, trained.py and kv_cache.py without their models.
+
+Paired statistics, the choice under a share of FLOPs and the predicted cost; what is paired with what in a fine-tuning,
+and which text a step has; and that a text read on with a cache has the losses of the text read at once.
+"""
 
 import math
 import runpy
@@ -9,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import tiny_models
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -17,29 +22,31 @@ import fp8engine as fe
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 TERMS, K, H, V = 24, 12, 32, 10
+READ = 6  # tokens
 
 
-@pytest.fixture
-def real(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The script's functions."""
+def script(name: str) -> Any:
+    """The functions of a script."""
+    return SimpleNamespace(**runpy.run_path(str(BENCHMARKS / f"{name}.py")))
+
+
+@pytest.fixture(autouse=True)
+def path(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(BENCHMARKS))
-    return SimpleNamespace(**runpy.run_path(str(BENCHMARKS / "real.py")))
 
 
 @pytest.fixture
-def tiny(monkeypatch: pytest.MonkeyPatch) -> Any:
+def real(path: None) -> Any:
+    return script("real")
+
+
+@pytest.fixture
+def tiny(path: None) -> Any:
     """A classifier in place of a real model; its likelihood is that of its labels."""
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    models = SimpleNamespace(**runpy.run_path(str(BENCHMARKS / "real_models.py")))
+    models = script("real_models")
     torch.manual_seed(0)
-    layers = {
-        "up": nn.Linear(K, H),
-        "act": nn.GELU(),
-        "mix": nn.Linear(H, H),
-        "gelu": nn.GELU(),
-        "lm_head": nn.Linear(H, V),
-    }
-    model = nn.Sequential(OrderedDict(layers))
+    layers = {"up": nn.Linear(K, H), "act": nn.GELU(), "mix": nn.Linear(H, H), "gelu": nn.GELU()}
+    model = nn.Sequential(OrderedDict(layers, lm_head=nn.Linear(H, V)))
     windows = [(torch.randn(TERMS, K), torch.randint(0, V, (TERMS,))) for _ in range(6)]
 
     def loss(model: nn.Module, window: tuple) -> torch.Tensor:
@@ -112,3 +119,64 @@ def test_what_ranking_keeps_in_16_bits_recovers_something(real, tiny):
     assert nothing["predicted_nats"] == pytest.approx(sum(cost.nats for cost in costs.values()))
     assert {tuple(way["layers"]) for way in ways} == {("up",)}, "the other layer has 73 % of the FLOPs"
     assert all(way["percent"] + way["recovered"]["percent"] == pytest.approx(nothing["percent"]) for way in ways)
+
+
+def trained_row(recipe: str, seed: int, *losses: float) -> dict:
+    return {"recipe": recipe, "seed": seed, "step": 100, "losses": list(losses), "fp8_flops_share": 0.75}
+
+
+def test_a_recipe_is_paired_with_the_training_of_its_own_seed():
+    trained = script("trained")
+    rows = [trained_row("plain", 0, 1.0, 3.0), trained_row("plain", 1, 4.0), trained_row("plain", 2, 9.0)]
+    rows += [
+        trained_row("current", 1, 4.4),
+        trained_row("current", 0, 2.02),
+        trained_row("rowwise", 3, 5.0),
+    ]  # no plain one has seed 3
+    plain, current = trained.summary(rows, 100)
+    assert (plain["recipe"], plain["seeds"], plain["percent"], plain["error"]) == ("plain", 3, 0.0, 0.0)
+    assert (current["recipe"], current["seeds"]) == ("current", 2)
+    assert current["percent"] == pytest.approx((1 + 10) / 2)
+    assert current["error"] == pytest.approx(4.5)  # the standard deviation of 1 and 10 is 9 / sqrt(2)
+    assert trained.summary(rows, 200) == []
+
+
+def test_every_window_is_trained_on_once_in_each_epoch_in_the_order_of_the_seed():
+    trained = script("trained")
+    text = trained.Text(torch.arange(5)[:, None], torch.empty(0, 1))
+    first, again, other = (torch.cat(list(text.batches(seed, 2, 5))).flatten() for seed in (0, 0, 1))
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
+    for epoch in first.split(5):
+        assert epoch.sort().values.tolist() == list(range(5))
+
+
+def test_files_of_other_trainings_are_not_joined(tmp_path):
+    trained = script("trained")
+    for name, steps in (("a", 100), ("b", 200)):
+        (tmp_path / name).write_text(f'{{"machine": "{name}", "steps": {steps}}}\n{{"recipe": "plain"}}\n')
+    assert trained.read([tmp_path / "a", tmp_path / "a"])[1] == [{"recipe": "plain"}] * 2
+    with pytest.raises(SystemExit, match="not alike"):
+        trained.read([tmp_path / "a", tmp_path / "b"])
+
+
+def test_a_text_is_read_on_token_by_token():
+    kv = script("kv_cache")
+    model: Any = tiny_models.llama().eval()
+    ids = torch.randint(3, 60, (2, 24 + READ + 1))
+    with torch.inference_mode():
+        found = kv.text_batch(model, kv.caches(model.config, "fp32", [8]), ids, READ)
+        logits = model(ids).logits[:, -READ - 1 : -1]
+    wanted = F.cross_entropy(logits.transpose(1, 2), ids[:, -READ:], reduction="none")
+    assert set(found) == {"bf16", "fp32", "per tensor", "block 8"}
+    # The prompt's keys and values come from the reference, rounded to BF16.  Of another token the loss is another.
+    assert (found["fp32"]["loss"] - wanted).abs().max() < 0.01 < wanted.std() / 5
+    assert found["bf16"]["agreed"].all(), "the reference agrees with itself"
+    assert not torch.equal(found["block 8"]["loss"], found["bf16"]["loss"])
+    rows = [kv.text_row(name, "fp32", [part], [found["bf16"]]) for name, part in found.items()]
+    by_name = {row["cache"]: row for row in rows}
+    assert by_name["bf16"]["more_loss"] == by_name["bf16"]["more_loss_error"] == 0.0
+    apart = (found["block 8"]["loss"] - found["bf16"]["loss"]).mean(1)
+    assert by_name["block 8"]["more_loss"] == pytest.approx(apart.mean().item(), abs=1e-7)
+    assert by_name["block 8"]["more_loss_error"] == pytest.approx((apart[0] - apart[1]).abs().item() / 2, abs=1e-7)
+    assert by_name["fp32"]["perplexity"] == pytest.approx(found["fp32"]["loss"].mean().exp().item(), rel=1e-5)

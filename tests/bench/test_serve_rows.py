@@ -55,36 +55,24 @@ def test_documents_are_paired():
     assert paired([1.0, 3.0], [0.0, 0.0]) == (2.0, pytest.approx(1.0))
 
 
-def test_one_code_and_one_scale_are_found():
+def test_codes_and_scales_that_differ_are_counted():
     sent, held = sent_and_held()
     assert codes_that_differ(sent, held) == 0
     held["layers.0.qkv_proj.weight"].view(torch.uint8)[3, 20] ^= 1  # of v
     held["layers.0.gate_up_proj.weight_scale"][9] *= 1 + 2.0**-23  # of up
-    assert codes_that_differ(sent, held) == 2
+    sent[f"{NAMES[3]}.weight"].view(torch.uint8)[0, 0] = 0x00
+    held["layers.0.o_proj.weight"].view(torch.uint8)[0, 0] = 0x80  # a zero of another sign
+    assert codes_that_differ(sent, held) == 3
+    held["layers.0.o_proj.weight"] = held["layers.0.o_proj.weight"].bfloat16()
+    with pytest.raises(ValueError, match="6 layers were sent in FP8, and vLLM holds 5"):
+        codes_that_differ(sent, held)
 
 
 def test_codes_and_scales_are_sent_as_they_are():
     sent, _ = sent_and_held()
     found = dict(in_16_bits((sent | {"embed.weight": torch.ones(3)}).items()))
-    assert {name: tensor.dtype for name, tensor in found.items() if tensor.dtype == torch.bfloat16}.keys() == {
-        "norm.weight",
-        "embed.weight",
-    }
+    assert {name for name, tensor in found.items() if tensor.dtype == torch.bfloat16} == {"norm.weight", "embed.weight"}
     assert all(found[name] is sent[name] for name in sent if name != "norm.weight")
-
-
-def test_a_zero_of_another_sign_is_another_code():
-    sent, held = sent_and_held()
-    sent[f"{NAMES[3]}.weight"].view(torch.uint8)[0, 0] = 0x00
-    held["layers.0.o_proj.weight"].view(torch.uint8)[0, 0] = 0x80
-    assert codes_that_differ(sent, held) == 1
-
-
-def test_a_layer_that_vllm_does_not_hold_in_fp8():
-    sent, held = sent_and_held()
-    held["layers.0.o_proj.weight"] = held["layers.0.o_proj.weight"].bfloat16()
-    with pytest.raises(ValueError, match="6 layers were sent in FP8, and vLLM holds 5"):
-        codes_that_differ(sent, held)
 
 
 def test_the_least_sqnr_is_of_the_worst_part():

@@ -6,13 +6,13 @@ import multiprocessing
 import os
 import pickle
 import shutil
-import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from ranks import Number
 from torch import nn
 from torch.distributed.checkpoint import FileSystemReader
 
@@ -20,6 +20,7 @@ import fp8engine as fe
 from benchmarks.distributed.processes import IMPORTED
 from fp8engine.demo import disk
 
+pytestmark = pytest.mark.filterwarnings("ignore")  # torch's, of a process without a group
 OPERATIONS = [(os, name) for name in ("rename", "replace", "remove", "unlink", "rmdir", "mkdir", "fsync", "open")]
 OPERATIONS += [(builtins, "open"), (io, "open")]
 
@@ -68,19 +69,6 @@ class Disk:
         return fatal < 0 or self.count <= fatal
 
 
-class Number:
-    """A part of a checkpoint that is one number."""
-
-    def __init__(self, value: int):
-        self.value = value
-
-    def state_dict(self) -> dict:
-        return {"value": self.value}
-
-    def load_state_dict(self, state_dict: dict) -> None:
-        self.value = state_dict["value"]
-
-
 def parts(value: int) -> dict[str, Any]:
     """A model, its optimizer's momenta and a number that are all `value`."""
     model = nn.Linear(3, 2)
@@ -93,17 +81,13 @@ def parts(value: int) -> dict[str, Any]:
 
 
 def save(path: Path, value: int) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch's, of a process without a group
-        fe.distributed.save(path, **parts(value))
+    fe.distributed.save(path, **parts(value))
 
 
 def loaded(path: Path) -> int:
     """The value of the checkpoint, in which all parts have one."""
     into = parts(0)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        fe.distributed.load(path, **into)
+    fe.distributed.load(path, **into)
     momenta = [state["momentum_buffer"] for state in into["optimizer"].state.values()]
     numbers = {x for tensor in (*into["model"].parameters(), *momenta) for x in tensor.flatten().tolist()}
     assert numbers == {float(into["number"].value)}
@@ -118,51 +102,39 @@ def found(path: Path) -> int:
     return loaded(path) if there else 0
 
 
-def kills(disk: Disk, path: Path, value: int, before: Path | None) -> Iterator[int]:
+def kills(disk: Disk, path: Path, value: int, before: Path) -> Iterator[int]:
     """The number of each operation of a save of `value` over a copy of `before`, after it was killed there."""
     fatal = 0
     while True:
         shutil.rmtree(path.parent, ignore_errors=True)
-        if before is None:
-            path.parent.mkdir()
-        else:
-            shutil.copytree(before, path.parent)
+        shutil.copytree(before, path.parent)
         if disk.run(lambda: save(path, value), fatal):
             return
         yield fatal
         fatal += 1
 
 
-def test_a_first_save_that_is_killed_leaves_nothing_or_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    disk, path, seen = Disk(tmp_path, monkeypatch), tmp_path / "runs" / "a", []
-    for _ in kills(disk, path, 1, None):
-        seen.append(found(path))
-        save(path, 2)
-        assert found(path) == 2
-        assert [each.name for each in path.parent.iterdir()] == ["a"]  # nothing is left of the one that was killed
-        assert sorted(each.name[:5] for each in path.iterdir()) == [".meta", "data-"]
-    assert len(seen) > 10
-    assert seen == sorted(seen)
-    assert set(seen) == {0, 1}
-
-
-@pytest.mark.parametrize("layout", ["this", "plain"])
-def test_a_second_save_that_is_killed_leaves_the_first_or_the_second(
-    layout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("there", ["nothing", "a checkpoint", "one of torch alone"])
+def test_a_save_that_is_killed_leaves_what_was_there_or_all(
+    there: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     disk, path, before, seen = Disk(tmp_path, monkeypatch), tmp_path / "runs" / "a", tmp_path / "before", []
-    save(before / "a", 1)
-    if layout == "plain":
+    was = 0 if there == "nothing" else 1
+    before.mkdir()
+    if was:
+        save(before / "a", was)
+    if there == "one of torch alone":
         plain(before / "a")
-        assert loaded(before / "a") == 1
+        assert loaded(before / "a") == was
     for _ in kills(disk, path, 2, before):
         seen.append(found(path))
         save(path, 3)
         assert found(path) == 3
+        assert [each.name for each in path.parent.iterdir()] == ["a"]  # nothing is left of the one that was killed
         assert sorted(each.name[:5] for each in path.iterdir()) == [".meta", "data-"]
     assert len(seen) > 10
     assert seen == sorted(seen)
-    assert set(seen) == {1, 2}
+    assert set(seen) == {was, 2}
 
 
 def plain(path: Path) -> None:
@@ -180,16 +152,12 @@ def plain(path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("first", [True, False])
 def test_a_save_that_is_killed_after_one_that_was_killed(first: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    disk, left, path, before = (
-        Disk(tmp_path, monkeypatch),
-        tmp_path / "left" / "a",
-        tmp_path / "runs" / "a",
-        tmp_path / "before",
-    )
+    disk, left, path = Disk(tmp_path, monkeypatch), tmp_path / "left" / "a", tmp_path / "runs" / "a"
+    (before := tmp_path / "before").mkdir()
     if not first:
         save(before / "a", 1)
     states = set()
-    for _ in kills(disk, left, 2, None if first else before):
+    for _ in kills(disk, left, 2, before):
         state = frozenset((each.name[:8], each.stat().st_size) for each in left.parent.rglob("*"))
         if state in states:
             continue

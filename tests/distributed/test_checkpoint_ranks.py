@@ -11,27 +11,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from ranks import Number, holds_on_every_rank, named, outcomes, refusal, says
 from torch import nn
 from torch.distributed import checkpoint
 
 import fp8engine as fe
 from benchmarks.distributed.processes import run
-from fp8engine.errors import EmulationWarning, ParallelWarning, StateError
+from fp8engine.errors import EmulationWarning, ParallelWarning
 
 AT_ONCE = 5.0  # seconds
-
-
-class Number:
-    """A part of a checkpoint that is another on each rank."""
-
-    def __init__(self, value: int):
-        self.value = value
-
-    def state_dict(self) -> dict:
-        return {"value": self.value}
-
-    def load_state_dict(self, state_dict: dict) -> None:
-        self.value = state_dict["value"]
 
 
 def parts(value: int) -> dict[str, Any]:
@@ -39,17 +27,6 @@ def parts(value: int) -> dict[str, Any]:
     for parameter in model.parameters():
         nn.init.constant_(parameter, value)
     return {"model": model, "number": Number(value + dist.get_rank())}
-
-
-def refused(action: Callable[[], object]) -> tuple[str, bool]:
-    """What the action's StateError says, and whether it came at once."""
-    start = time.monotonic()
-    try:
-        action()
-        told = "nothing was refused"
-    except StateError as error:
-        told = str(error)
-    return told, time.monotonic() - start < AT_ONCE
 
 
 def without_rights(mode: str, name: str, action: Callable[[], object]) -> None:
@@ -68,46 +45,33 @@ def without_rights(mode: str, name: str, action: Callable[[], object]) -> None:
         io.open = builtins.open = real
 
 
-def disks(rank: int, ranks: int, folder: str) -> dict:
-    """What each rank is told where rank 1's disk is another."""
-    warnings.simplefilter("ignore")
+def every_rank_is_told_at_once_what_one_of_them_cannot_do(rank: int, folder: str) -> None:
+    """Where rank 1's disk is another; and nothing has changed."""
+
+    def refused(wanted: str, call: Callable[[], object]) -> None:
+        start = time.monotonic()
+        told = refusal(call)
+        assert says(told, f"StateError: .*{wanted}"), told
+        assert time.monotonic() - start < AT_ONCE
+
+    save, load = fe.distributed.save, fe.distributed.load
     a, b, own = Path(folder, "a"), Path(folder, "b"), Path(folder, "a" if rank == 0 else "missing")
     for path, value in ((a, 1), (b, 5)):
-        fe.distributed.save(path, **parts(value))
-    into = parts(0)
-    found: dict[str, Any] = {
-        "missing": refused(lambda: fe.distributed.load(own, **into)),
-        "asked": refused(lambda: fe.distributed.has_checkpoint(own)),
-        "rights": refused(lambda: without_rights("rb", ".metadata", lambda: fe.distributed.load(a, **into))),
-        "data": refused(lambda: without_rights("rb", ".distcp", lambda: fe.distributed.load(a, **into))),
-        "another": refused(lambda: fe.distributed.load((a, b)[rank], **into)),
-        "unchanged": float(into["model"].weight.detach().sum()) == 0 and into["number"].value == rank,
-        "write": refused(lambda: without_rights("wb", ".distcp", lambda: fe.distributed.save(a, **parts(2)))),
-        "no folder": refused(lambda: fe.distributed.save("/proc/fp8engine/a", **parts(2))),
-    }
-    fe.distributed.load(a, **into)
-    found["loaded"] = (float(into["model"].weight.detach().mean()), into["number"].value)
-    return found
-
-
-@pytest.mark.slow
-def test_every_rank_is_told_at_once_what_one_of_them_cannot_do(tmp_path: Path):
-    texts = {
-        "missing": r"no whole checkpoint of this model (on ranks [1]): FileNotFoundError",
-        "asked": "True on rank 0 of the group and False on rank 1",
-        "rights": "(on ranks [1]): PermissionError: [Errno 13] Permission denied",
-        "data": "PermissionError: [Errno 13] Permission denied",
-        "another": "ranks differ in 1 things; what is found there is",
-        "write": "was not saved, and what was there is unchanged",
-        "no folder": "(on ranks [0]): FileNotFoundError",
-    }
-    for found in run(disks, 2, str(tmp_path), limit=60.0):
-        for name, text in texts.items():
-            told, at_once = found[name]
-            assert text in told, name
-            assert at_once, name
-        assert found["unchanged"]
-        assert found["loaded"] == (1.0, 1)  # the first rank's number, on every rank
+        save(path, **parts(value))
+    into, denied = parts(0), r"PermissionError: \[Errno 13\] Permission denied"
+    missing = r"no whole checkpoint of this model \(on ranks \[1\]\): FileNotFoundError"
+    refused(missing, lambda: load(own, **into))
+    refused("True on rank 0 of the group and False on rank 1", lambda: fe.distributed.has_checkpoint(own))
+    refused(rf"\(on ranks \[1\]\): {denied}", lambda: without_rights("rb", ".metadata", lambda: load(a, **into)))
+    refused(denied, lambda: without_rights("rb", ".distcp", lambda: load(a, **into)))
+    refused("ranks differ in 1 things; what is found there is", lambda: load((a, b)[rank], **into))
+    assert (float(into["model"].weight.detach().sum()), into["number"].value) == (0, rank)
+    unchanged = "was not saved, and what was there is unchanged"
+    refused(unchanged, lambda: without_rights("wb", ".distcp", lambda: save(a, **parts(2))))
+    refused(r"\(on ranks \[0\]\): FileNotFoundError", lambda: save("/proc/fp8engine/a", **parts(2)))
+    load(a, **into)
+    assert float(into["model"].weight.detach().mean()) == 1.0
+    assert into["number"].value == 1, "the first rank's number, on every rank"
 
 
 def trained(recipe: str, seed: int, resumed: bool = False) -> Any:
@@ -127,83 +91,75 @@ def train(model: nn.Module, seed: int) -> torch.Tensor:
     return y.detach()
 
 
-def raw(rank: int, ranks: int, folder: str) -> dict:
+def a_state_that_torch_keeps_of_one_of_several_ranks_is_bitwise_or_says_why_not(rank: int, folder: str) -> None:
     """Runs that went on, and that were resumed by torch.distributed.checkpoint alone.
 
     before: bytes that rank 0 writes first; the next tensors, of rank 0 and 1 alike, are then written by rank 1.
     """
-    found = {}
     for recipe, before in (("delayed", 0), ("delayed", 10**6), ("current", 10**6)):
         seed, path = 10 + 100 * rank, f"{folder}/{recipe}{before}"
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            model = trained(recipe, seed)
-            more = {"": torch.zeros(before + 1)} if rank == 0 else {}
-            checkpoint.save({**more, "scaling": fe.scaling_state_dict(model)}, checkpoint_id=path)
-            went_on = [train(model, seed + step) for step in (5, 6)]
-            resumed = trained(recipe, seed, resumed=True)
-            state = {"scaling": fe.scaling_state_dict(resumed)}
-            checkpoint.load(state, checkpoint_id=path)
+        model = trained(recipe, seed)
+        more = {"": torch.zeros(before + 1)} if rank == 0 else {}
+        checkpoint.save({**more, "scaling": fe.scaling_state_dict(model)}, checkpoint_id=path)
+        went_on = [train(model, seed + step) for step in (5, 6)]
+        resumed = trained(recipe, seed, resumed=True)
+        state = {"scaling": fe.scaling_state_dict(resumed)}
+        checkpoint.load(state, checkpoint_id=path)
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
             fe.load_scaling_state_dict(resumed, state["scaling"])
         same = all(torch.equal(y, train(resumed, seed + step)) for y, step in zip(went_on, (5, 6), strict=True))
-        found[recipe, before] = same, [(each.category, str(each.message)) for each in said]
-    return found
+        of_another = recipe == "delayed" and before > 0
+        assert same != of_another
+        assert [each.category for each in said] == ([ParallelWarning] if of_another and rank == 0 else [])
+        for each in said:
+            assert "amaxes of other ranks than the first in 6 slots, 0.input the first" in str(each.message)
+            assert "fe.distributed.save" in str(each.message)
 
 
-def raw_auto(rank: int, ranks: int, folder: str) -> dict:
-    """What torch.distributed.checkpoint alone says of `auto`, whose tables have the sizes of the step; then `load`."""
-    warnings.simplefilter("ignore")
+def a_raw_load_under_auto_is_an_error_on_every_rank_and_load_is_bitwise(rank: int, folder: str) -> None:
+    """auto's tables have the sizes of the step."""
     seed = 10 + 100 * rank
     model, resumed = (trained("auto", seed, resumed=each) for each in (False, True))
-    before = fe.scaling_state_dict(resumed)
+    before = str(fe.scaling_state_dict(resumed))
     checkpoint.save({"scaling": fe.scaling_state_dict(model)}, checkpoint_id=f"{folder}/raw")
     fe.distributed.save(f"{folder}/whole", model=model, scaling=fe.scaling_state(model))
-    try:
+    refused = pytest.raises(checkpoint.api.CheckpointException, match=r"Size mismatch between saved.* scaling\.auto")
+    with refused:
         checkpoint.load({"scaling": fe.scaling_state_dict(resumed)}, checkpoint_id=f"{folder}/raw")
-        told = "nothing was refused"
-    except checkpoint.api.CheckpointException as error:
-        told = str(error)
-    unchanged = str(before) == str(fe.scaling_state_dict(resumed))
+    assert before == str(fe.scaling_state_dict(resumed))
     fe.distributed.load(f"{folder}/whole", model=resumed, scaling=fe.scaling_state(resumed))
-    same = all(torch.equal(train(model, seed + step), train(resumed, seed + step)) for step in (5, 6))
-    return {"told": told, "unchanged": unchanged, "same": same}
+    assert all(torch.equal(train(model, seed + step), train(resumed, seed + step)) for step in (5, 6))
 
 
-@pytest.mark.slow
-def test_a_raw_load_under_auto_is_an_error_on_every_rank_and_load_is_bitwise(tmp_path: Path):
-    for found in run(raw_auto, 2, str(tmp_path), limit=60.0):
-        assert "Size mismatch between saved" in found["told"]
-        assert "scaling.auto" in found["told"]
-        assert (found["unchanged"], found["same"]) == (True, True)
-
-
-@pytest.mark.slow
-def test_a_state_that_torch_keeps_of_one_of_several_ranks_is_bitwise_or_says_why_not(tmp_path: Path):
-    first, second = run(raw, 2, str(tmp_path))
-    for found in (first, second):
-        assert found["delayed", 0] == (True, [])
-        assert found["current", 10**6] == (True, [])
-    same, said = first["delayed", 10**6]
-    assert not same
-    ((category, text),) = said
-    assert category is ParallelWarning
-    assert "amaxes of other ranks than the first in 6 slots, 0.input the first" in text
-    assert "fe.distributed.save" in text
-    assert second["delayed", 10**6] == (False, [])
-
-
-def emulated(rank: int, ranks: int) -> list[str]:
+def the_first_rank_alone_says_that_fp8_is_emulated(rank: int, folder: str) -> None:
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         fe.convert(nn.Sequential(nn.Linear(16, 16)), "current")
-    return [str(each.message) for each in said if each.category is EmulationWarning]
+    told = [str(each.message) for each in said if each.category is EmulationWarning]
+    assert len(told) == (rank == 0)
+    assert all("1 layers compute with FP8 values, emulated" in text for text in told)
+
+
+PARTS = named(
+    the_first_rank_alone_says_that_fp8_is_emulated,  # first: it is said once a process
+    every_rank_is_told_at_once_what_one_of_them_cannot_do,
+    a_state_that_torch_keeps_of_one_of_several_ranks_is_bitwise_or_says_why_not,
+    a_raw_load_under_auto_is_an_error_on_every_rank_and_load_is_bitwise,
+)
+
+
+def work(rank: int, ranks: int, folder: str) -> dict[str, str]:
+    warnings.simplefilter("ignore")
+    return outcomes(PARTS, rank, folder)
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
+    return run(work, 2, str(tmp_path_factory.mktemp("checkpoints")), limit=120.0)
 
 
 @pytest.mark.slow
-def test_the_first_rank_alone_says_that_fp8_is_emulated():
-    first, second = run(emulated, 2)
-    assert len(first) == 1
-    assert "1 layers compute with FP8 values, emulated" in first[0]
-    assert second == []
+@pytest.mark.parametrize("part", PARTS)
+def test_on_every_rank(part: str, found: list[dict[str, str]]):
+    holds_on_every_rank(part, found)

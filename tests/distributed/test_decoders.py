@@ -1,25 +1,21 @@
 """decoder_plan: Hugging Face's Llama and Qwen, divided over 2 ranks with their tokens, train as one process trains.
 
-Models are in FP32 and sums of products too, so that what differs are orders of sums, and numbers that these put on the
-other side of a rounding boundary of E4M3 (2^-4 of themselves): FLIPS, as in test_tensor_parallel_modules.py.
+Models are in FP32 and sums of products too: ranks.FLIPS.
 """
 
-import dataclasses
-import re
 import warnings
 from typing import Any
 
 import pytest
 import torch
+from ranks import beyond, exact, gradients, refusal, says, whole
 from support import converted
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
 
 import fp8engine as fe
 from benchmarks.distributed.processes import run
 from fp8engine.distributed import decoder_plan
-from fp8engine.numerics.recipe import resolve
 
 hf = pytest.importorskip("transformers")
 RANKS, BATCH, T = 2, 2, 12
@@ -39,7 +35,11 @@ MODELS = {
     "qwen3": lambda: hf.Qwen3ForCausalLM(hf.Qwen3Config(**SIZE, head_dim=8)),
 }
 CASES = [*((name, "rowwise", False) for name in MODELS), ("llama", "current", False), ("qwen3", "current", True)]
-FLIPS = 2e-4
+WHOLE_TOKENS = ("llama", "rowwise", True)  # whose plan gathers none, so that its layers read what norms have written
+OF_ROWS = ("self_attn.o_proj", "mlp.down_proj")
+OF_COLUMNS = ("self_attn.[qkv]_proj", "mlp.gate_proj", "mlp.up_proj")
+PLAN: dict = {f"model.layers.*.{name}": fe.distributed.Colwise() for name in OF_COLUMNS}
+PLAN |= {f"model.layers.*.{name}": fe.distributed.Rowwise() for name in OF_ROWS}
 
 
 def made(name: str, recipe: str, fuse: bool) -> Any:
@@ -48,24 +48,29 @@ def made(name: str, recipe: str, fuse: bool) -> Any:
     for key, parameter in model.named_parameters():  # else gradients of norms and biases stay as they began
         if parameter.dim() == 1:
             nn.init.normal_(parameter, mean=float("norm" in key), std=0.1)
-    return converted(model, dataclasses.replace(resolve(recipe), output=fe.FP32), fuse=fuse)
+    return converted(model, exact(recipe), fuse=fuse)
 
 
-def whole(t: Any) -> torch.Tensor:
-    return (t.full_tensor() if isinstance(t, DTensor) else t).detach().clone()
-
-
-def trained(model: Any) -> dict[str, torch.Tensor]:
-    """Loss, gradients and their norm, and parameters after one step of SGD with clipped gradients."""
+def ran(model: Any) -> dict[str, Any]:
+    """Loss and gradients."""
     ids = torch.randint(64, (BATCH, T), generator=torch.Generator().manual_seed(1))
     mask = torch.ones_like(ids)
     mask[0, :4] = 0  # padded at the left
     loss = model(input_ids=ids, attention_mask=mask, labels=ids).loss
     loss.backward()
-    found = {"loss": loss.detach()} | {f"d {name}": whole(p.grad) for name, p in model.named_parameters()}
+    return {"loss": loss.detach()} | {f"d {name}": each for name, each in gradients(model).items()}
+
+
+def trained(model: Any) -> dict[str, Any]:
+    """The same, the gradients' norm, and parameters after one step of SGD with clipped gradients."""
+    found = ran(model)
     found["norm"] = whole(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0, foreach=True))  # as on a card
     torch.optim.SGD(model.parameters(), 1.0, foreach=True).step()
     return found | {name: whole(p) for name, p in model.named_parameters()}
+
+
+def how_layers_ran(model: Any) -> dict[str, str]:
+    return {layer["name"]: layer["fused"] for layer in fe.inspect(model).layers}
 
 
 def work(rank: int, ranks: int) -> dict:
@@ -74,33 +79,30 @@ def work(rank: int, ranks: int) -> dict:
     for case in CASES:
         model = made(*case)
         found[case] = trained(fe.distributed.tensor_parallel(model, mesh, decoder_plan(model)))
+    model = fe.distributed.tensor_parallel(made(*WHOLE_TOKENS), mesh, PLAN)
+    found[WHOLE_TOKENS] = ran(model), how_layers_ran(model)
     found["refused"] = refused(mesh)
     return found
 
 
 def refused(mesh) -> dict[str, str]:
     """What one key head for two ranks, and a sequence that they do not divide, are answered."""
-    said, model = {}, made("llama", "rowwise", False)
+    model = made("llama", "rowwise", False)
     few: Any = converted(hf.LlamaForCausalLM(hf.LlamaConfig(**{**SIZE, "num_key_value_heads": 1})), "rowwise")
     divided = fe.distributed.tensor_parallel(model, mesh, decoder_plan(model))
-    for name, call in (
-        ("heads", lambda: fe.distributed.tensor_parallel(few, mesh, decoder_plan(few))),
-        ("tokens", lambda: divided(input_ids=torch.zeros(1, 7, dtype=torch.long))),
-    ):
-        try:
-            call()
-        except fe.errors.ParallelError as error:
-            said[name] = str(error)
-    return said
+    return {
+        r"layers\.0\.self_attn: 4 heads, 1 of keys, are not divisible by 2 ranks": refusal(
+            lambda: fe.distributed.tensor_parallel(few, mesh, decoder_plan(few))
+        ),
+        "sequences of 7 tokens are not divisible by 2 ranks: pad them": refusal(
+            lambda: divided(input_ids=torch.zeros(1, 7, dtype=torch.long))
+        ),
+    }
 
 
 @pytest.fixture(scope="module")
 def found() -> list[dict]:
     return run(work, RANKS)
-
-
-def error(a: torch.Tensor, b: torch.Tensor) -> float:
-    return ((a.double() - b.double()).norm() / b.double().norm().clamp_min(1e-30)).item()
 
 
 @pytest.mark.few(4)
@@ -109,15 +111,23 @@ def error(a: torch.Tensor, b: torch.Tensor) -> float:
 def test_loss_gradients_and_step_are_those_of_one_process(case, found: list[dict]):
     reference = trained(made(*case))
     for rank in found:
-        assert {name: e for name in reference if (e := error(rank[case][name], reference[name])) > FLIPS} == {}
+        assert beyond(rank[case], reference) == {}
+
+
+@pytest.mark.slow
+def test_layers_run_fused_as_in_one_process(found: list[dict]):
+    model = made(*WHOLE_TOKENS)
+    reference, fused = ran(model), how_layers_ran(model)
+    assert set(fused.values()) > {""}
+    for ours, ran_so in (rank[WHOLE_TOKENS] for rank in found):
+        assert beyond(ours, reference) == {}
+        assert ran_so == fused
 
 
 @pytest.mark.slow
 def test_heads_and_tokens_that_ranks_do_not_divide_are_an_error_on_every_rank(found: list[dict]):
     for rank in found:
-        told = rank["refused"]["heads"]
-        assert re.search(r"layers\.0\.self_attn: 4 heads, 1 of keys, are not divisible by 2 ranks", told)
-        assert "sequences of 7 tokens are not divisible by 2 ranks: pad them" in rank["refused"]["tokens"]
+        assert [wanted for wanted, told in rank["refused"].items() if not says(told, wanted)] == []
 
 
 def test_tied_weights_stay_tied_and_frozen_norms_frozen(group):

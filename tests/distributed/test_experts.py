@@ -2,13 +2,14 @@
 
 import copy
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 import torch.distributed as dist
 from divided_experts import CASES, EVERYTHING, E, Experts, H, K, alone, divided, given, step
-from support import EXACT_SCALES, converted, spy_on, sqnr
+from ranks import gradients, holds_on_every_rank, named, outcomes, refusal, says
+from support import converted, spy_on, sqnr
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -20,28 +21,63 @@ from benchmarks.distributed.processes import run
 from fp8engine.distributed.traffic import Traffic
 
 
-def steps(rank: int, ranks: int, mesh) -> dict:
-    """{(recipe, dtype, case, fp8): (found, wanted)} and the bytes of rows."""
-    runs: list[tuple] = [("rowwise", torch.float32, case, None) for case in CASES]
-    runs += [("rowwise", dtype, "uneven", None) for dtype in (torch.bfloat16, torch.float16)]
-    runs += [
-        (recipe, torch.float32, "uneven", None)
-        for recipe in ("blockwise", "current", "delayed", "rowwise_gw_hp", "bf16", fe.rowwise(power_of_2=False))
-    ]
-    runs += [("rowwise", torch.float32, "uneven", fp8) for fp8 in ((), ("input",), ("output",), EVERYTHING)]
-    found = {}
-    for recipe, dtype, case, fp8 in runs:
-        model = divided(mesh, Experts(recipe, dtype, seed=rank), fp8)  # all take the values of rank 0
-        x, dy, sizes = given(rank, case, dtype)
+class Run(NamedTuple):
+    """A step with divided experts, to be that of one process.
+
+    codes: how many of x, y, dy and dx are sent as codes; ready: whether the first layer reads codes that have arrived.
+    least: dB of every result; rounded: results that a transfer casts once more than one process does.
+    """
+
+    recipe: str | fe.Recipe
+    codes: int
+    ready: bool
+    case: str = "uneven"
+    dtype: torch.dtype = torch.float32
+    fp8: tuple[str, ...] | None = None
+    least: float = 100  # sums in another order have 120 dB in FP32, one cast to FP8 has 32
+    rounded: tuple[str, ...] = ()
+
+    def __call__(self, rank: int, ranks: int, mesh) -> None:
+        model = divided(mesh, Experts(self.recipe, self.dtype, seed=rank), self.fp8)  # all take the values of rank 0
+        x, dy, sizes = given(rank, self.case, self.dtype)
         with Traffic() as traffic:
-            mine = step(model, x, dy, torch.tensor(sizes) if dtype == torch.bfloat16 else sizes)
-        wanted = alone(recipe, ranks, case, dtype)[rank]
-        found[recipe, dtype, case, fp8] = mine, wanted, traffic.to_dict(), dict(model.up.numerics.ready)
-    return found
+            found = step(model, x, dy, torch.tensor(sizes) if self.dtype == torch.bfloat16 else sizes)
+        wanted, sent = alone(self.recipe, ranks, self.case, self.dtype)[rank], traffic.to_dict()
+        assert found["y"].dtype == found["dx"].dtype == self.dtype
+        all_alike(found, wanted, dict.fromkeys(wanted, self.least) | dict.fromkeys(self.rounded, 31))
+        assert all(sqnr(wanted[name], found[name]) < 33 for name in self.rounded if len(wanted[name]))
+        assert model.up.numerics.ready == ({"": 1} if self.ready else {})
+        others = str(self.dtype).removeprefix("torch.")
+        calls = {kind: sent.get(f"all-to-all {kind}", {"calls": 0})["calls"] for kind in ("uint8", others)}
+        assert calls == {"uint8": self.codes, others: 4 - self.codes}
 
 
-def one_layer(rank: int, ranks: int, mesh) -> dict:
-    """A GroupedLinear by itself under current scaling: (found, wanted) rows of this rank, and bytes."""
+RUNS = {
+    **{f"rowwise, {case}": Run("rowwise", 2, True, case) for case in CASES},
+    # A sum in another order may round to the neighbour: 2^-9 of a value in few of them; every one would be 50 dB.
+    "rowwise in BF16": Run("rowwise", 2, True, dtype=torch.bfloat16, least=60),
+    "rowwise in FP16": Run("rowwise", 2, True, dtype=torch.float16, least=60),
+    "blockwise": Run("blockwise", 2, True),
+    "rowwise_gw_hp": Run("rowwise_gw_hp", 0, False),
+    "bf16": Run("bf16", 0, False),
+    "exact scales": Run(fe.rowwise(power_of_2=False), 0, False),
+    # E4M3 by row has 31.6 dB; where nothing is rounded, nothing changes.
+    "no transfer": Run("rowwise", 0, False, fp8=()),
+    "transfer of x": Run("rowwise", 1, True, fp8=("input",)),
+    "transfer of y": Run("rowwise", 1, False, fp8=("output",), rounded=("y",)),
+    "every transfer": Run("rowwise", 4, True, fp8=EVERYTHING, rounded=("y", "dx")),
+}
+
+
+def all_alike(found: dict, wanted: dict, least: dict[str, float] | None = None) -> None:
+    """All results within `least` dB; by default 100."""
+    assert set(found) == set(wanted)
+    for name in wanted:
+        assert found[name].shape == wanted[name].shape, name
+        assert sqnr(wanted[name], found[name]) > (least or {}).get(name, 100), name
+
+
+def current_has_one_scale_for_the_rows_of_all_ranks(rank: int, ranks: int, mesh) -> None:
     parts = [given(r, "uneven") for r in range(ranks)]
     order = [p[0].split(p[2]) for p in parts]
     with torch.no_grad(), Traffic() as traffic:
@@ -49,56 +85,75 @@ def one_layer(rank: int, ranks: int, mesh) -> dict:
         x = torch.cat([rows[e] for e in range(E) for rows in order])
         y = Experts("current").up(x, [sum(p[2][e] for p in parts) for e in range(E)])
     lengths = [p[2][e] for e in range(E) for p in parts]
-    return {"found": found, "wanted": torch.cat(y.split(lengths)[rank::ranks]), "bytes": traffic.to_dict()}
+    all_alike({"y": found}, {"y": torch.cat(y.split(lengths)[rank::ranks])})
+    assert traffic.to_dict()["all-reduce float32"]["calls"] == 1
+    # Later casts, h and dy, have scales of each rank's own: two casts of the same tensor, 28.5 dB apart at worst.
+    model = divided(mesh, Experts("current"))
+    found, wanted = step(model, *parts[rank]), alone("current", ranks, "uneven", torch.float32)[rank]
+    assert sqnr(wanted["y"], found["y"]) > 28
+    assert model.up.numerics.ready == {"": 1}
 
 
-def casts_of_rows(rank: int, ranks: int, mesh) -> list[tuple[int, ...]]:
-    """Shapes that a forward without gradients casts, weights left out."""
+def dispatch_sends_a_byte_and_a_scale_for_a_row(rank: int, ranks: int, mesh) -> None:
+    x, dy, sizes = given(rank, "uneven")
+    with Traffic() as traffic:
+        step(divided(mesh, Experts("rowwise"), ("input",)), x, dy, sizes)
+    sent, here = traffic.to_dict(), E // ranks
+    leaves = sum(sizes) - sum(sizes[rank * here : (rank + 1) * here])
+    assert sent["all-to-all uint8"] == {"bytes": leaves * (K + 1), "calls": 1}
+    assert sent["all-to-all int64"] == {"bytes": 8 * (ranks - 1) * (here + 2), "calls": 1}
+
+
+def codes_that_arrive_are_not_cast(rank: int, ranks: int, mesh) -> None:
+    """A forward casts x where it is sent, and the activation's result where the experts are; and weights."""
     model, (x, _, sizes) = divided(mesh, Experts("rowwise")), given(rank, "uneven")
     seen = []
     with pytest.MonkeyPatch.context() as patch, torch.no_grad():
         spy_on(patch, "quantize", lambda real, x_MK, *rest: seen.append(tuple(x_MK.shape)) or real(x_MK, *rest))
         model(x, sizes)
-    return [shape for shape in seen if shape not in ((E // ranks * H, K), (E // ranks * K, H))]
+    here = range(rank * E // ranks, (rank + 1) * E // ranks)
+    arrived = sum(CASES["uneven"][other % 2][e] for other in range(ranks) for e in here)
+    weights = ((E // ranks * H, K), (E // ranks * K, H))
+    assert [shape for shape in seen if shape not in weights] == [(len(x), K), (arrived, H)]
 
 
-def others(rank: int, ranks: int, mesh) -> dict:
-    """Checkpointing, an overflow, the state_dict and the report."""
+def checkpointing_an_overflow_the_state_dict_and_the_report(rank: int, ranks: int, mesh) -> None:
     x, dy, sizes = given(rank, "uneven")
     model = divided(mesh, Experts("rowwise"))
-    again = copy.copy(model)
+    again, forward = copy.copy(model), model.forward
+    again.forward = lambda x, sizes: checkpoint(forward, x, sizes, use_reentrant=False)
     plain = step(model, x, dy, sizes)
+    model.zero_grad()
+    assert all(map(torch.equal, plain.values(), step(again, x, dy, sizes).values())), "bit for bit"
+
     current = divided(mesh, Experts("current"))
     step(current, x, dy, sizes)
-    amaxes = [fe.scaling_state(layer)["input"].amax.item() for layer in (model.up, current.up)]
+    amaxes = [given(r, "uneven")[0].abs().max().item() if sum(CASES["uneven"][r % 2]) else 0 for r in range(ranks)]
+    seen = [fe.scaling_state(layer)["input"].amax.item() for layer in (model.up, current.up)]
+    assert seen == [amaxes[rank], max(amaxes)], "of the rows that it sent; of all ranks' rows"
     delayed = divided(mesh, Experts("delayed"), ["input"])
     for _ in range(2):
         step(delayed, x, dy, sizes)
     predicted = fe.scaling_state(delayed.up)["input"]
-    model.zero_grad()
-    forward = model.forward
-    again.forward = lambda x, sizes: checkpoint(forward, x, sizes, use_reentrant=False)
-    recomputed = step(again, x, dy, sizes)
+    # scale = 1 / RN(MAX / amax): two roundings.  Not a row's scale, which is a power of two
+    assert predicted.scale.item() == pytest.approx(predicted.history[0].item() / 448, rel=2.0**-22)
+
     if rank == 0:
         x[4, 7] = torch.inf
     bad = (~torch.isfinite(model(x, sizes).detach())).any(1).nonzero().flatten().tolist()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    optimizer.step()
+    assert bad == ([4] if rank == 0 else []), "Inf is not hidden, and stays in its row"
+    torch.optim.AdamW(model.parameters(), lr=0.1).step()
+    shapes = {"up.weight": (E, H, K), "up.bias": (E, H), "down.weight": (E, K, H)}
     state = model.state_dict()
-    report = fe.inspect(model)
-    return {
-        "checkpointed": all(torch.equal(plain[name], recomputed[name]) for name in plain),
-        "bad": bad,
-        "state": {name: tuple(value.shape) for name, value in state.items()},
-        "local": {name: tuple(value.to_local().shape) for name, value in state.items()},
-        "ready": [layer["input"]["ready"] for layer in report.layers],
-        "amaxes": amaxes,
-        "predicted": (predicted.scale.item(), predicted.history[0].item() / 448),
-    }
+    assert {name: tuple(value.shape) for name, value in state.items()} == shapes, "names and shapes as before"
+    local = {name: tuple(value.to_local().shape) for name, value in state.items()}
+    assert local == {name: (E // ranks, *shape[1:]) for name, shape in shapes.items()}
+    up, down = (layer["input"]["ready"] for layer in fe.inspect(model).layers)
+    assert up > 0 == down
 
 
-def transformers_experts(rank: int, ranks: int, mesh) -> dict:
-    """Experts of two families, rows chosen by index: (found, wanted) on this rank's tokens."""
+def experts_of_transformers(rank: int, ranks: int, mesh) -> None:
+    """Of two families, rows chosen by index, on this rank's tokens."""
     import transformers
     from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
     from transformers.models.mixtral.modeling_mixtral import MixtralExperts
@@ -106,8 +161,7 @@ def transformers_experts(rank: int, ranks: int, mesh) -> dict:
     size: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 48, "num_local_experts": E}
     kinds: Any = {"mixtral": (MixtralExperts, transformers.MixtralConfig(**size))}
     kinds["gpt_oss"] = (GptOssExperts, transformers.GptOssConfig(**size))
-    found = {}
-    for kind, (made, config) in kinds.items():
+    for made, config in kinds.values():
         config._experts_implementation = "eager"
         torch.manual_seed(0)
         model = nn.Sequential(made(config))
@@ -126,12 +180,15 @@ def transformers_experts(rank: int, ranks: int, mesh) -> dict:
             x_, weights_ = x.clone().requires_grad_(), weights.clone().requires_grad_()
             y = module(x_, chosen, weights_)
             y.backward(dy)
-            gradients = {name: p.grad for name, p in module.named_parameters()}
-            whole = {n: g.full_tensor() if module is experts else sum_of(g) for n, g in gradients.items()}
-            results.append({"y": y.detach(), "dx": x_.grad, "dweights": weights_.grad, **whole})
+            of_parameters = gradients(module)
+            if module is local:
+                of_parameters = {name: sum_of(g) for name, g in of_parameters.items()}
+            results.append({"y": y.detach(), "dx": x_.grad, "dweights": weights_.grad, **of_parameters})
         chosen[3, 1] = E if rank == 1 else 0
-        found[kind] = *results, said(lambda: experts(x, chosen, weights))  # noqa: B023 - called at once
-    return found
+        all_alike(*results)
+        told = refusal(lambda: experts(x, chosen, weights))  # noqa: B023 - called at once
+        own = "ShapeError: 0.gate_up_proj: sizes.* sum to 39, and the input has 40 rows"
+        assert says(told, own if rank == 1 else "0.gate_up_proj: rank 1 of the group refused its input"), told
 
 
 def sum_of(x: Any) -> torch.Tensor:
@@ -141,34 +198,46 @@ def sum_of(x: Any) -> torch.Tensor:
     return x
 
 
-def said(call) -> str:
-    with pytest.raises(Exception) as refused:  # noqa: PT011 - which one it is, the test checks
-        call()
-    return f"{type(refused.value).__name__}: {refused.value}"
-
-
-def refusals(rank: int, ranks: int, mesh) -> dict:
-    """What each rank is told, and that the next call works."""
-    model, (x, _, sizes) = divided(mesh, Experts("rowwise")), given(rank, "uneven")
-    wrong = [*sizes[:-1], sizes[-1] + (rank == 0)]
+def what_is_refused_is_refused_on_every_rank(rank: int, ranks: int, mesh) -> None:
+    """And the next call works."""
+    model, (x, _, sizes), first = divided(mesh, Experts("rowwise")), given(rank, "uneven"), rank == 0
+    wrong = [*sizes[:-1], sizes[-1] + first]
     flat = init_device_mesh("cpu", (1, ranks), mesh_dim_names=("dp", "ep"))
-    found = {
-        "indivisible": said(lambda: divided(mesh, Experts("rowwise", experts=ranks + 1))),
-        "recipes": said(lambda: divided(mesh, Experts("rowwise" if rank else "current"))),
-        "options": said(lambda: divided(mesh, Experts("rowwise"), ("input",) if rank else None)),
-        "twice": said(lambda: divided(mesh, model)),
-        "none": said(lambda: divided(mesh, nn.Linear(2, 2))),
-        "mesh": said(lambda: divided(flat, Experts("rowwise"))),
-        "sum": said(lambda: model(x, wrong)),
-        "tensor": said(lambda: model(x, torch.tensor(wrong))),
-        "nothing": said(lambda: model(x, None if rank == 0 else sizes)),
-        "float64": said(lambda: model(x.double() if rank == 0 else x, sizes)),
-        "columns": said(lambda: model(x[:, : K - (rank == 0)], sizes)),
-        "dtype": said(lambda: model(x.bfloat16() if rank == 0 else x, sizes)),
-        "word": said(lambda: fe.distributed.ExpertParallel(fp8=["inputs"])),
+    alike = {
+        f"its {ranks + 1} experts are not divisible by {ranks} ranks": lambda: divided(
+            mesh, Experts("rowwise", experts=ranks + 1)
+        ),
+        "layer 0's recipe is current on rank 0 of the group and rowwise on rank 1": lambda: divided(
+            mesh, Experts("rowwise" if rank else "current")
+        ),
+        r"fp8 is None on rank 0 of the group and \['input'\] on rank 1": lambda: divided(
+            mesh, Experts("rowwise"), ("input",) if rank else None
+        ),
+        "ExpertParallel: .*divided already": lambda: divided(mesh, model),
+        "Linear holds no experts that fe.convert has converted": lambda: divided(mesh, nn.Linear(2, 2)),
+        r"pass one of them, such as mesh\['ep'\]": lambda: divided(flat, Experts("rowwise")),
+        "UnknownName: unknown transfer 'inputs'; did you mean 'input'": lambda: fe.distributed.ExpertParallel(
+            fp8=["inputs"]
+        ),
+        r"GroupedLinear: rows of torch\.": lambda: model(x.bfloat16() if first else x, sizes),
     }
-    y = model(x, sizes)
-    return found | {"after": torch.isfinite(y).all().item()}
+    rows, columns = "sum to 65, and the input has 64 rows", r"want \[T, 129\]"
+    of_first = [
+        (f"ShapeError: GroupedLinear: .*{rows}", lambda: model(x, wrong)),
+        (f"ShapeError: GroupedLinear: .*{rows}", lambda: model(x, torch.tensor(wrong))),
+        (f"ShapeError: .*{columns}", lambda: model(x[:, : K - first], sizes)),
+        ("TypeError: ", lambda: model(x, None if first else sizes)),
+        (
+            r"UnsupportedDtype: .*GroupedLinear: input is torch\.float64",
+            lambda: model(x.double() if first else x, sizes),
+        ),
+    ]
+    found = [(wanted, refusal(call)) for wanted, call in alike.items()]
+    found += [
+        (wanted if first else "rank 0 of the group refused its input", refusal(call)) for wanted, call in of_first
+    ]
+    assert torch.isfinite(model(x, sizes)).all(), "and the next call works"
+    assert [(wanted, told) for wanted, told in found if not says(told, wanted)] == []
 
 
 class Scaled(nn.Module):
@@ -182,8 +251,8 @@ class Scaled(nn.Module):
         return self.experts(x * self.gamma, sizes)
 
 
-def with_fsdp(rank: int, ranks: int, mesh) -> dict:
-    """FSDP2 around divided experts: (found, wanted).
+def fully_shard_around_it(rank: int, ranks: int, mesh) -> None:
+    """FSDP2 around divided experts.
 
     On 4 ranks two groups of two divide the experts, and the groups share gradients; on 2 ranks the same ranks do both.
     """
@@ -205,182 +274,41 @@ def with_fsdp(rank: int, ranks: int, mesh) -> dict:
     else:
         dgamma = sum_of(dgamma) / 2
     wanted = {name: value if name in ("y", "dx") else value / groups for name, value in wanted.items()}
-    return {"found": found, "wanted": wanted | {"gamma": dgamma}}
+    # Each group's product leaves in BF16, of which the mean is taken: 2^-9 of a value at most, 54 dB.
+    products = {name: 50.0 for name in wanted if name.endswith("weight")}
+    all_alike(found, wanted | {"gamma": dgamma}, products)
 
 
-def work(rank: int, ranks: int) -> dict:
+PARTS: dict[str, Any] = RUNS | named(
+    current_has_one_scale_for_the_rows_of_all_ranks,
+    dispatch_sends_a_byte_and_a_scale_for_a_row,
+    codes_that_arrive_are_not_cast,
+    checkpointing_an_overflow_the_state_dict_and_the_report,
+    fully_shard_around_it,
+    what_is_refused_is_refused_on_every_rank,
+)
+
+
+def work(rank: int, ranks: int) -> dict[str, str]:
     mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("ep",))
-    return {
-        "steps": steps(rank, ranks, mesh),
-        "one layer": one_layer(rank, ranks, mesh),
-        "casts": casts_of_rows(rank, ranks, mesh),
-        "others": others(rank, ranks, mesh),
-        "transformers": transformers_experts(rank, ranks, mesh) if ranks == 2 else None,
-        "refusals": refusals(rank, ranks, mesh),
-        "fsdp": with_fsdp(rank, ranks, mesh),
-    }
+    of_transformers = named(experts_of_transformers) if ranks == 2 else {}
+    return outcomes(PARTS | of_transformers, rank, ranks, mesh)
 
 
 @functools.cache
-def results(ranks: int) -> list[dict]:
-    """Cached: pytest sets `found` up anew for every case of a test that chooses its ranks."""
+def results(ranks: int) -> list[dict[str, str]]:
+    """Cached: pytest sets a fixture up anew for every case of a test that chooses its ranks."""
     return run(work, ranks, fresh=ranks == 2)
 
 
-@pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.nightly)])
-def found(request: pytest.FixtureRequest) -> list[dict]:
-    """What each rank found."""
-    return results(request.param)
-
-
-def all_alike(found: dict, wanted: dict, least: dict[str, float] | None = None) -> None:
-    """All results within `least` dB; by default 100: sums in another order have 120 in FP32, one cast to FP8 has 32."""
-    assert set(found) == set(wanted)
-    for name in wanted:
-        assert found[name].shape == wanted[name].shape, name
-        assert sqnr(wanted[name], found[name]) > (least or {}).get(name, 100), name
-
-
-@pytest.mark.few(4)
 @pytest.mark.slow
-@pytest.mark.parametrize("case", CASES)
-def test_rowwise_is_what_one_process_computes(case: str, found: list[dict]):
-    for mine in found:
-        y, wanted, sent, ready = mine["steps"]["rowwise", torch.float32, case, None]
-        all_alike(y, wanted)
-        assert ready == {"": 1}, "the first layer read codes"
-        assert sent["all-to-all uint8"]["calls"] == 2, "x and dy"
+@pytest.mark.parametrize("part", [*PARTS, "experts of transformers"])
+def test_on_two_ranks(part: str):
+    holds_on_every_rank(part, results(2))
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_in_16_bits_too(dtype: torch.dtype, found: list[dict]):
-    for mine in found:
-        y, wanted, *_ = mine["steps"]["rowwise", dtype, "uneven", None]
-        assert y["dx"].dtype == y["y"].dtype == dtype
-        # A sum in another order may round to the neighbour: 2^-9 of a value in few of them; every one would be 50 dB.
-        all_alike(y, wanted, dict.fromkeys(wanted, 60))
-
-
-@pytest.mark.few(4)
-@pytest.mark.slow
-@pytest.mark.parametrize("recipe", ["blockwise", "rowwise_gw_hp", "bf16", EXACT_SCALES[0]])
-def test_other_recipes_lose_nothing_either(recipe: str | fe.Recipe, found: list[dict]):
-    for mine in found:
-        y, wanted, sent, ready = mine["steps"][recipe, torch.float32, "uneven", None]
-        all_alike(y, wanted)
-        assert ("all-to-all uint8" in sent) == (recipe == "blockwise")
-        assert ready == ({"": 1} if recipe == "blockwise" else {})
-
-
-@pytest.mark.slow
-def test_current_has_one_scale_for_the_rows_of_all_ranks(found: list[dict]):
-    for mine in found:
-        layer = mine["one layer"]
-        all_alike({"y": layer["found"]}, {"y": layer["wanted"]})
-        assert layer["bytes"]["all-reduce float32"]["calls"] == 1
-        # Later casts, h and dy, have scales of each rank's own: two casts of the same tensor, 28.5 dB apart at worst.
-        y, wanted, _, ready = mine["steps"]["current", torch.float32, "uneven", None]
-        assert sqnr(wanted["y"], y["y"]) > 28
-        assert ready == {"": 1}
-
-
-@pytest.mark.slow
-def test_a_transfer_that_is_asked_for_is_one_cast_more(found: list[dict]):
-    """E4M3 by row has 31.6 dB; where nothing is rounded, nothing changes."""
-    for mine in found:
-        for fp8, rounded in {(): (), ("input",): (), ("output",): ("y",), EVERYTHING: ("y", "dx")}.items():
-            y, wanted, sent, _ = mine["steps"]["rowwise", torch.float32, "uneven", fp8]
-            all_alike(y, wanted, dict.fromkeys(rounded, 31))
-            assert all(sqnr(wanted[name], y[name]) < 33 for name in rounded if len(wanted[name]))
-            assert sent.get("all-to-all uint8", {"calls": 0})["calls"] == len(fp8)
-            assert sent.get("all-to-all float32", {"calls": 0})["calls"] == 4 - len(fp8)
-
-
-@pytest.mark.slow
-def test_dispatch_sends_a_byte_and_a_scale_for_a_row(found: list[dict]):
-    for rank, mine in enumerate(found):
-        sizes = CASES["uneven"][rank % 2]
-        here = E // len(found)
-        leaves = sum(sizes) - sum(sizes[rank * here : (rank + 1) * here])
-        *_, sent, _ = mine["steps"]["rowwise", torch.float32, "uneven", ("input",)]
-        assert sent["all-to-all uint8"] == {"bytes": leaves * (K + 1), "calls": 1}
-        assert (K + 1) / (2 * K) < 0.51
-        assert sent["all-to-all int64"] == {"bytes": 8 * (len(found) - 1) * (here + 2), "calls": 1}
-
-
-@pytest.mark.slow
-def test_codes_that_arrive_are_not_cast(found: list[dict]):
-    for rank, mine in enumerate(found):
-        here = range(rank * E // len(found), (rank + 1) * E // len(found))
-        arrived = sum(CASES["uneven"][other % 2][e] for other in range(len(found)) for e in here)
-        # x where it is sent, and the activation's result where the experts are: no cast of what arrived.
-        assert mine["casts"] == [(sum(CASES["uneven"][rank % 2]), K), (arrived, H)]
-
-
-@pytest.mark.slow
-def test_checkpointing_an_overflow_the_state_dict_and_the_report(found: list[dict]):
-    for rank, mine in enumerate(found):
-        other = mine["others"]
-        assert other["checkpointed"], "bit for bit"
-        assert other["bad"] == ([4] if rank == 0 else []), "Inf is not hidden, and stays in its row"
-        shapes = {"up.weight": (E, H, K), "up.bias": (E, H), "down.weight": (E, K, H)}
-        assert other["state"] == shapes, "names and shapes as before"
-        assert other["local"] == {name: (E // len(found), *shape[1:]) for name, shape in shapes.items()}
-        of_ranks = [
-            given(r, "uneven")[0].abs().max().item() if len(given(r, "uneven")[0]) else 0 for r in range(len(found))
-        ]
-        assert other["amaxes"] == [of_ranks[rank], max(of_ranks)], "of the rows that it sent; of all ranks' rows"
-        # scale = 1 / RN(MAX / amax): two roundings.  Not a row's scale, which is a power of two
-        assert other["predicted"][0] == pytest.approx(other["predicted"][1], rel=2.0**-22)
-        assert other["ready"][0] > 0
-        assert other["ready"][1] == 0
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("found", "kind"), [(2, "mixtral"), (2, "gpt_oss")], indirect=["found"])
-def test_experts_of_transformers(kind: str, found: list[dict]):
-    for rank, mine in enumerate(found):
-        y, wanted, refused = mine["transformers"][kind]
-        all_alike(y, wanted)
-        if rank == 1:
-            assert "ShapeError: 0.gate_up_proj: sizes" in refused
-            assert "sum to 39, and the input has 40 rows" in refused
-        else:
-            assert "ParallelError: 0.gate_up_proj: rank 1 of the group refused its input" in refused
-
-
-@pytest.mark.slow
-def test_fully_shard_around_it(found: list[dict]):
-    for mine in found:
-        # Each group's product leaves in BF16, of which the mean is taken: 2^-9 of a value at most, 54 dB.
-        products = {name: 50.0 for name in mine["fsdp"]["wanted"] if name.endswith("weight")}
-        all_alike(**mine["fsdp"], least=products)
-
-
-@pytest.mark.slow
-def test_what_is_refused_is_refused_on_every_rank(found: list[dict]):
-    ranks = len(found)
-    for rank, mine in enumerate(found):
-        told = mine["refusals"]
-        assert f"its {ranks + 1} experts are not divisible by {ranks} ranks" in told["indivisible"]
-        assert "layer 0's recipe is current on rank 0 of the group and rowwise on rank 1" in told["recipes"]
-        assert "fp8 is None on rank 0 of the group and ['input'] on rank 1" in told["options"]
-        assert "divided already" in told["twice"]
-        assert "Linear holds no experts that fe.convert has converted" in told["none"]
-        assert "pass one of them, such as mesh['ep']" in told["mesh"]
-        assert "unknown transfer 'inputs'; did you mean 'input'" in told["word"]
-        for key in ("indivisible", "recipes", "options", "twice", "none", "mesh"):
-            assert told[key].startswith("ParallelError: ExpertParallel: "), key
-        for key, own in {"sum": "sum to 65, and the input has 64 rows", "columns": "want [T, 129]"}.items():
-            expected = f"ShapeError: GroupedLinear: .*{own}" if rank == 0 else "rank 0 of the group refused its input"
-            assert told[key].startswith("ShapeError" if rank == 0 else "ParallelError")
-            assert expected.split(".*")[-1] in told[key]
-        assert told["tensor"] == told["sum"]
-        for key, own in {
-            "nothing": "TypeError",
-            "float64": "UnsupportedDtype: GroupedLinear: input is torch.float64",
-        }.items():
-            assert told[key].startswith(own if rank == 0 else "ParallelError")
-        assert told["dtype"].startswith("ParallelError: GroupedLinear: rows of torch.")
-        assert told["after"], "and the next call works"
+@pytest.mark.parametrize("part", PARTS)
+def test_on_four_ranks(part: str):
+    holds_on_every_rank(part, results(4))

@@ -1,11 +1,15 @@
 """fe.hf.iter_fp8 of a model under FSDP2 on two ranks: the tensors of the whole model's export, a gather at a time."""
 
-from typing import Any
+import shutil
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import pytest
 import tiny_models
 import torch
 import torch.distributed as dist
+from ranks import holds_on_every_rank, named, outcomes
 from safetensors.torch import load_file
 from support import converted
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -19,15 +23,6 @@ pytestmark = pytest.mark.slow
 
 # Two ranks share 65 rows unevenly, as 33 and 32.  The first tensor is the tied embedding.
 SIZE = {"vocab_size": 65, "intermediate_size": 65, "tie_word_embeddings": True, "num_hidden_layers": 1}
-CASES = {
-    "current": ("current", {}),
-    "rowwise": ("rowwise", {}),
-    "rowwise_exact": (fe.rowwise(power_of_2=False), {}),
-    "blockwise": ("blockwise", {}),
-    "auto": ("auto", {}),
-    "left whole by a forward": ("rowwise", {"reshard_after_forward": False}),
-    "bf16": ("current", {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16)}),
-}
 
 
 def llama() -> Any:
@@ -37,7 +32,7 @@ def llama() -> Any:
     return model
 
 
-def sharded(recipe: Any, options: dict, rank: int) -> Any:
+def sharded(recipe: Any, options: Mapping[str, Any], rank: int) -> Any:
     """A model after some steps on each rank's own tokens, its blocks gathered as codes."""
     torch.manual_seed(0)
     model = converted(llama(), fe.auto(interval=1) if recipe == "auto" else recipe)
@@ -53,10 +48,9 @@ def sharded(recipe: Any, options: dict, rank: int) -> Any:
 
 def whole_of(model: Any, dtype: torch.dtype) -> Any:
     """The same weights under the same recipes, which for auto are those that it has decided, in a model of one rank."""
-    state = {name: value.full_tensor() for name, value in model.state_dict().items()}
     recipes = {name: layer.numerics.recipe for name, layer in model.named_modules() if hasattr(layer, "numerics")}
     whole = converted(llama().to(dtype), "current", overrides=recipes)
-    whole.load_state_dict(state)
+    whole.load_state_dict({name: value.full_tensor() for name, value in model.state_dict().items()})
     return whole
 
 
@@ -79,100 +73,89 @@ def bits(tensor: torch.Tensor) -> tuple:
     return str(tensor.dtype), tuple(tensor.shape), tensor.contiguous().flatten().view(torch.uint8).tolist()
 
 
-def codes_that_differ(model: Any) -> tuple[int, int]:
-    """(layers that a forward ran, codes and scales that are not those that it multiplied)."""
-    seen, wrong = forward_weights(model), 0
-    for name, tensor in fe.hf.iter_fp8(model, layout="fp8engine"):
-        layer, _, kind = name.rpartition(".")
-        if layer in seen and kind == "weight":
-            wrong += int((tensor.float().view(torch.int32) != seen[layer][0].view(torch.int32)).sum())
-        elif layer in seen:
-            wrong += int((tensor.flatten() != seen[layer][1].flatten()).sum())
-    return len(seen), wrong
+class Case(NamedTuple):
+    """A recipe and options of fe.distributed.fsdp: shards give what the whole model exports and its forward reads."""
 
+    recipe: Any
+    options: Mapping[str, Any] = MappingProxyType({})
 
-def work(rank: int, ranks: int, folder: str) -> dict:
-    found = {}
-    ids = torch.arange(16).reshape(2, 8)
-    for name, (recipe, options) in CASES.items():
-        model = sharded(recipe, options, rank)
-        policy = options.get("mp_policy")
+    def __call__(self, rank: int, folder: str) -> None:
+        model, ids = sharded(self.recipe, self.options, rank), torch.arange(16).reshape(2, 8)
+        policy = self.options.get("mp_policy")
         whole = whole_of(model, policy.param_dtype if policy else torch.float32)
         with torch.no_grad():
             before = model(ids).logits
-        given = {n: bits(t) for n, t in fe.hf.iter_fp8(model)}
+        given = {name: bits(tensor) for name, tensor in fe.hf.iter_fp8(model)}
         if rank == 0:  # transformers writes nothing on other ranks
-            fe.hf.export(whole, f"{folder}/{name}")
+            shutil.rmtree(f"{folder}/case", ignore_errors=True)
+            fe.hf.export(whole, f"{folder}/case")
         dist.barrier()
-        written = {n: bits(t) for n, t in load_file(f"{folder}/{name}/model.safetensors").items()}
-        layers, wrong = codes_that_differ(model)
+        assert given == {name: bits(t) for name, t in load_file(f"{folder}/case/model.safetensors").items()}
+        dist.barrier()  # before another case writes there
+        assert sum("float8" in kind for kind, _, _ in given.values()) == 7
+        seen, wrong = forward_weights(model), 0
+        for name, tensor in fe.hf.iter_fp8(model, layout="fp8engine"):
+            layer, _, kind = name.rpartition(".")
+            if layer in seen and kind == "weight":
+                wrong += int((tensor.float().view(torch.int32) != seen[layer][0].view(torch.int32)).sum())
+            elif layer in seen:
+                wrong += int((tensor.flatten() != seen[layer][1].flatten()).sum())
+        assert (len(seen), wrong) == (7, 0), "codes and scales are those that the forward multiplied"
         with torch.no_grad():
-            undisturbed = torch.equal(before, model(ids).logits)
-        different = [n for n in written if given.get(n) != written[n]] + [n for n in given if n not in written]
-        fp8 = sum("float8" in kind for kind, _, _ in given.values())
-        found[name] = {"fp8": fp8, "different": different, "layers": layers, "wrong": wrong, "undisturbed": undisturbed}
-    return found | {"gathers": gathers(rank), "others": other_shards()}
+            assert torch.equal(before, model(ids).logits), "the next forward must gather as before"
 
 
-def other_shards() -> dict[str, list[str]]:
-    """Names whose tensors change when a model is divided by fully_shard alone, or over its features."""
+def how_the_weights_are_divided_changes_nothing(rank: int, folder: str) -> None:
+    """By fully_shard alone, or over their features."""
     attention, mlp = "model.layers.0.self_attn.", "model.layers.0.mlp."
     columns = [f"{attention}{name}_proj" for name in "qkv"] + [f"{mlp}{name}_proj" for name in ("gate", "up")]
     rows = [f"{attention}o_proj", f"{mlp}down_proj"]
     plan = dict.fromkeys(columns, fe.distributed.Colwise()) | dict.fromkeys(rows, fe.distributed.Rowwise())
-    mesh, found = dist.init_device_mesh("cpu", (2,)), {}
-    for way, divide in {
-        "fully_shard": lambda model: fully_shard(model, mesh=mesh),
-        "tensor parallel": lambda model: fe.distributed.tensor_parallel(model, mesh, plan),
-    }.items():
+    mesh = dist.init_device_mesh("cpu", (2,))
+    for divide in (
+        lambda model: fully_shard(model, mesh=mesh),
+        lambda model: fe.distributed.tensor_parallel(model, mesh, plan),
+    ):
         torch.manual_seed(0)  # fully_shard divides what each rank has
         model = converted(tiny_models.llama(num_key_value_heads=2, num_hidden_layers=1), "current")
         before = {name: bits(tensor) for name, tensor in fe.hf.iter_fp8(model)}
         divide(model)
-        after = {name: bits(tensor) for name, tensor in fe.hf.iter_fp8(model)}
-        found[way] = [name for name in {**before, **after} if before.get(name) != after.get(name)]
-    return found
+        assert before == {name: bits(tensor) for name, tensor in fe.hf.iter_fp8(model)}
 
 
-def gathers(rank: int) -> dict:
-    """Collectives and their bytes until the first tensor is there, and until the last one is."""
+def each_tensor_is_gathered_when_it_comes(rank: int, folder: str) -> None:
     model = sharded("rowwise", {}, rank)
     with Traffic() as first:
         pairs = fe.hf.iter_fp8(model)
         name, _ = next(pairs)
     with Traffic() as others:
         rest = len(list(pairs))
-    return {"first": name, "bytes": first.total(), "calls": sum(others.calls.values()), "rest": rest}
+    assert name == "model.embed_tokens.weight"
+    assert first.total() == 33 * 32 * 4, "a rank's rows of the embedding, padded, in FP32"
+    assert sum(others.calls.values()) == 7 + 3 + 2, "a gather for each parameter, none for a scale or the tied head"
+    assert rest == 2 * 7 + 3 + 2
+
+
+PARTS: dict[str, Any] = {
+    "current": Case("current"),
+    "rowwise": Case("rowwise"),
+    "rowwise_exact": Case(fe.rowwise(power_of_2=False)),
+    "blockwise": Case("blockwise"),
+    "auto": Case("auto"),
+    "left whole by a forward": Case("rowwise", {"reshard_after_forward": False}),
+    "bf16": Case("current", {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16)}),
+} | named(how_the_weights_are_divided_changes_nothing, each_tensor_is_gathered_when_it_comes)
+
+
+def work(rank: int, ranks: int, folder: str) -> dict[str, str]:
+    return outcomes(PARTS, rank, folder)
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
-    """What `work` returns, on each of two ranks."""
+def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
     return run(work, 2, str(tmp_path_factory.mktemp("exports")))
 
 
-@pytest.mark.few(4)
-@pytest.mark.parametrize("case", CASES)
-def test_shards_give_what_the_whole_model_exports(case: str, found: list[dict]):
-    for rank in found:
-        assert rank[case]["different"] == []
-        assert rank[case]["fp8"] == 7
-        assert rank[case]["undisturbed"], "the next forward must gather as before"
-
-
-@pytest.mark.few(4)
-@pytest.mark.parametrize("case", CASES)
-def test_no_code_differs_from_the_gathered_forwards(case: str, found: list[dict]):
-    assert [(rank[case]["layers"], rank[case]["wrong"]) for rank in found] == [(7, 0)] * 2
-
-
-def test_how_the_weights_are_divided_changes_nothing(found: list[dict]):
-    assert [rank["others"] for rank in found] == [{"fully_shard": [], "tensor parallel": []}] * 2
-
-
-def test_each_tensor_is_gathered_when_it_comes(found: list[dict]):
-    for rank in found:
-        assert rank["gathers"]["first"] == "model.embed_tokens.weight"
-        assert rank["gathers"]["bytes"] == 33 * 32 * 4, "a rank's rows of the embedding, padded, in FP32"
-        assert rank["gathers"]["calls"] == 7 + 3 + 2, "a gather for each parameter, none for a scale or the tied head"
-        assert rank["gathers"]["rest"] == 2 * 7 + 3 + 2
+@pytest.mark.parametrize("part", PARTS)
+def test_on_every_rank(part: str, found: list[dict[str, str]]):
+    holds_on_every_rank(part, found)

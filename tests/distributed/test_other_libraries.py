@@ -62,13 +62,9 @@ def accelerated(rank: int, ranks: int, gather: bool) -> tuple[list[float], int]:
     places: dict[str, object] = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
     places |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 29511}
     os.environ.update({key: str(value) for key, value in places.items()})
-    plugin = FullyShardedDataParallelPlugin(
-        fsdp_version=2,
-        auto_wrap_policy="transformer_based_wrap",
-        transformer_cls_names_to_wrap=["Block"],
-        reshard_after_forward=True,
-        cpu_ram_efficient_loading=False,
-    )
+    wrapped: dict[str, Any] = {"auto_wrap_policy": "transformer_based_wrap", "transformer_cls_names_to_wrap": ["Block"]}
+    wrapped |= {"reshard_after_forward": True, "cpu_ram_efficient_loading": False}
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, **wrapped)
     accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
     # Accelerate takes FSDP2 on cards alone: told so here, its own code shards the model on the CPU.
     AcceleratorState._shared_state |= {"distributed_type": DistributedType.FSDP, "fsdp_plugin": plugin}
@@ -104,21 +100,11 @@ def test_lightning_calls_fsdp_in_configure_model(tmp_path: Path):
     script.write_text(SCRIPT)
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, [Path(__file__).parents[2], *sys.path]))}
     environment["MASTER_PORT"] = str(free_port())
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", script],
-        capture_output=True,
-        text=True,
-        env=environment,
-        cwd=tmp_path,
-        check=False,
-    )
-    assert (result(tmp_path, 0), result(tmp_path, 1)) == ("3 7 7", "3 7 7"), done.stdout + done.stderr
-
-
-def result(folder: Path, rank: int) -> str:
-    """What this rank wrote.  Not read from a pipe: both ranks share it, and unbuffered prints of two processes mix."""
-    file = folder / f"{rank}.txt"
-    return file.read_text() if file.exists() else "nothing"
+    command = [sys.executable, "-W", "ignore", script]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path)
+    # Files, and not a pipe: both ranks share it, and unbuffered prints of two processes mix.
+    found = {file.name: file.read_text() for file in tmp_path.glob("*.txt")}
+    assert found == {"0.txt": "3 7 7", "1.txt": "3 7 7"}, done.stdout + done.stderr
 
 
 def free_port() -> int:

@@ -2,6 +2,7 @@
 
 import os
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,13 +18,8 @@ def facts(rank: int, ranks: int) -> dict:
     torch.manual_seed(rank)
     total = torch.tensor([rank + 1])
     dist.all_reduce(total)
-    return {
-        "process": os.getpid(),
-        "total": total.item(),
-        "environment": os.environ.get(NAME),
-        "random": torch.rand(1).item(),
-        "hash": hash("a name"),
-    }
+    own = {"process": os.getpid(), "random": torch.rand(1).item(), "hash": hash("a name")}
+    return own | {"total": total.item(), "environment": os.environ.get(NAME)}
 
 
 def fails_on_one(rank: int, ranks: int) -> None:
@@ -34,19 +30,8 @@ def fails_on_one(rank: int, ranks: int) -> None:
 
 def hangs(rank: int, ranks: int, folder: str) -> None:
     """No collective: the group's own time limit does not end it."""
-    with open(f"{folder}/{rank}", "w") as file:
-        file.write(str(os.getpid()))
-    while True:
-        time.sleep(1)
-
-
-def alive(process: int) -> bool:
-    """Whether the process exists; a signal of 0 is only an enquiry."""
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    return True
+    Path(folder, str(rank)).write_text(str(os.getpid()))
+    time.sleep(600)
 
 
 def test_ranks_are_processes_in_one_group_with_the_environment_of_now(monkeypatch):
@@ -70,9 +55,8 @@ def test_fresh_ranks_hash_names_each_in_its_own_way(monkeypatch):
 
 def test_a_ranks_traceback_arrives_and_the_other_rank_ends():
     start = time.monotonic()
-    with pytest.raises(
-        torch.multiprocessing.ProcessRaisedException, match=r"in fails_on_one[\s\S]*ValueError: the reason"
-    ):
+    raised = torch.multiprocessing.ProcessRaisedException
+    with pytest.raises(raised, match=r"in fails_on_one[\s\S]*ValueError: the reason"):
         run(fails_on_one, 2)
     assert time.monotonic() - start < 300, "rank 0 sleeps for 600"
 
@@ -81,4 +65,6 @@ def test_a_ranks_traceback_arrives_and_the_other_rank_ends():
 def test_ranks_that_hang_are_killed(tmp_path):
     with pytest.raises(TimeoutError, match=r"test_processes\.hangs: 2 ranks were not done after 5 s"):
         run(hangs, 2, str(tmp_path), limit=5)
-    assert not any(alive(int((tmp_path / str(rank)).read_text())) for rank in range(2))
+    for rank in range(2):
+        with pytest.raises(ProcessLookupError):
+            os.kill(int((tmp_path / str(rank)).read_text()), 0)  # an enquiry

@@ -6,11 +6,15 @@ to FP32's order of summation.  y and dx are sums over ranks of numbers rounded t
 2^-9 relative, and one of the sum, where one process rounds once.
 """
 
-import dataclasses
+import copy
+import warnings
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
+from ranks import error, exact, gradients, whole
 from support import converted
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -21,41 +25,32 @@ import fp8engine as fe
 from benchmarks.distributed.processes import run
 from fp8engine.distributed.tokens import wire_cast
 from fp8engine.distributed.traffic import Traffic
-from fp8engine.numerics.recipe import resolve
 
 RANKS, BATCH, T, K, F = 2, 3, 34, 129, 666  # each rank: 17 tokens of a sequence, 333 of the features
 RECIPES = ("current", "delayed", "rowwise", "rowwise_gw_hp", "blockwise", "mxfp8", "auto")
 SUMS = 3 * 2.0**-9  # BF16: three roundings of half an ulp each, of numbers as large as the sum
 EXACT = (fe.rowwise(power_of_2=False), fe.blockwise(power_of_2=False))  # nothing of theirs may be cast twice
+BF16, TOKENS = torch.bfloat16, Shard(1)
 
 
 class GatedMLP(nn.Module):
     """Two layers that read one tensor, and one that reads their product."""
 
-    def __init__(self, bias: bool = True):
+    def __init__(self):
         super().__init__()
-        self.gate, self.up = nn.Linear(K, F, bias), nn.Linear(K, F, bias)
-        self.down = nn.Linear(F, K, bias)
+        self.gate, self.up, self.down = nn.Linear(K, F), nn.Linear(K, F), nn.Linear(F, K)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.down(nn.functional.silu(self.gate(x)) * self.up(x))
 
 
-def plan_of(tokens, column: Any = fe.distributed.Colwise, row: Any = fe.distributed.Rowwise) -> dict:
-    """The MLP's plan; tokens: their layout before and after it."""
-    return {
-        "gate": column(input_layouts=tokens),
-        "up": column(input_layouts=tokens),
-        "down": row(output_layouts=tokens),
-    }
-
-
-def data(dtype: torch.dtype = torch.bfloat16) -> tuple[torch.Tensor, torch.Tensor]:
+def data(dtype: torch.dtype = BF16) -> tuple[torch.Tensor, torch.Tensor]:
+    """x and dy."""
     torch.manual_seed(1)
     return torch.randn(BATCH, T, K).to(dtype), torch.randn(BATCH, T, K).to(dtype)
 
 
-def made(recipe, dtype: torch.dtype = torch.bfloat16) -> nn.Module:
+def made(recipe, dtype: torch.dtype = BF16) -> nn.Module:
     torch.manual_seed(0)
     model = GatedMLP().to(dtype)
     if recipe == "one in 16 bits":  # as auto decides between two steps
@@ -65,62 +60,89 @@ def made(recipe, dtype: torch.dtype = torch.bfloat16) -> nn.Module:
     return model if recipe is None else converted(model, recipe)
 
 
-def mine(x: torch.Tensor, layout, rank: int, ranks: int) -> torch.Tensor:
-    return x.chunk(ranks, layout.dim)[rank].contiguous() if isinstance(layout, Shard) else x.clone()
+def divided(mesh, recipe, layout: Any = TOKENS, dtype: torch.dtype = BF16) -> nn.Module:
+    """The model over ranks; layout: of tokens before and after it.  Without a recipe torch's own styles divide it."""
+    ours = recipe is not None
+    column, row = (fe.distributed.Colwise, fe.distributed.Rowwise) if ours else (ColwiseParallel, RowwiseParallel)
+    of_tokens = column(input_layouts=layout)
+    plan = {"gate": of_tokens, "up": of_tokens, "down": row(output_layouts=layout)}
+    return (fe.distributed.tensor_parallel if ours else parallelize_module)(made(recipe, dtype), mesh, plan)
 
 
-def step(model: nn.Module, x: torch.Tensor, dy: torch.Tensor) -> dict:
-    """y, dx and gradients of one step."""
-    x = x.requires_grad_()
-    y = model(x)
-    y.backward(dy)
-    return {"y": y.detach(), "dx": x.grad, **{name: p.grad for name, p in model.named_parameters()}}
+def ran(model: nn.Module, x: torch.Tensor, dy: torch.Tensor, times: int = 1) -> dict[str, Any]:
+    """y and dx of a step, of which the forward and backward come that often."""
+    model.zero_grad()
+    for _ in range(times):
+        x = x.detach().clone().requires_grad_()
+        y = model(x)
+        y.backward(dy)
+    return {"y": y.detach(), "dx": x.grad}
 
 
-def divided(rank: int, ranks: int, recipe, layout, dtype=torch.bfloat16, steps: int = 1) -> tuple[dict, dict]:
-    """(what `step` gives with all tokens, bytes and calls of its collectives)."""
-    mesh = init_device_mesh("cpu", (ranks,))
-    model = made(recipe, dtype)
-    if recipe is None:
-        parallelize_module(model, mesh, plan_of(layout, ColwiseParallel, RowwiseParallel))
-    else:
-        fe.distributed.tensor_parallel(model, mesh, plan_of(layout))
-    x, dy = (mine(t, layout, rank, ranks) for t in data(dtype))
-    for _ in range(steps):
-        model.zero_grad()
+def step(model: nn.Module, x: torch.Tensor, dy: torch.Tensor, times: int = 1) -> dict[str, Any]:
+    """The same, and the whole gradients."""
+    return ran(model, x, dy, times) | gradients(model)
+
+
+def mine(mesh, layout: Any, dtype: torch.dtype = BF16) -> tuple[torch.Tensor, torch.Tensor]:
+    """This rank's part of x and dy."""
+    x, dy = data(dtype)
+    if isinstance(layout, Shard):
+        x, dy = (t.chunk(RANKS, layout.dim)[mesh.get_rank()].contiguous() for t in (x, dy))
+    return x, dy
+
+
+def measured(mesh, recipe, layout: Any = TOKENS, dtype: torch.dtype = BF16) -> tuple[dict, dict, dict]:
+    """(what `step` gives with all tokens, the same of a second step, bytes and calls of its collectives)."""
+    model, given = divided(mesh, recipe, layout, dtype), mine(mesh, layout, dtype)
+    steps = []
+    for _ in range(2):
         with Traffic() as traffic:
-            found = step(model, x.detach(), dy)
-    for name in ("y", "dx"):
-        found[name] = DTensor.from_local(found[name], mesh, [layout], run_check=False)
-    return {name: value.full_tensor() for name, value in found.items()}, traffic.to_dict()
+            found = ran(model, *given)
+        for name in ("y", "dx"):
+            found[name] = whole(DTensor.from_local(found[name], mesh, [layout], run_check=False))
+        steps.append(found | gradients(model))
+    return *steps, traffic.to_dict()
 
 
-def exact(recipe: str) -> fe.Recipe:
-    """The recipe with sums in FP32: this CPU's own BF16 products round them."""
-    return dataclasses.replace(resolve(recipe), output=fe.FP32)
+def used(mesh, folder: str) -> dict[str, Any]:
+    """A divided model copied, compiled, accumulating and frozen; what its report says, and its checkpoint."""
+    model, given = divided(mesh, "current"), mine(mesh, TOKENS)
+    found: dict[str, Any] = {"copied": step(copy.deepcopy(model), *given)}
+    found["compiled"] = step(cast(nn.Module, torch.compile(divided(mesh, "current"), backend="aot_eager")), *given)
+    found["accumulated"] = step(model, *given, times=2)
+    found["report"] = [layer["divided"] for layer in fe.inspect(model).layers]
+    in_16_bits = divided(mesh, "rowwise_gw_hp")
+    step(in_16_bits, *given)
+    found["report of 16 bits"] = [layer["divided"] for layer in fe.inspect(in_16_bits).layers]
+    dcp.save(model.state_dict(), checkpoint_id=folder)
+    found["frozen"] = step(model.requires_grad_(False), *given)["dx"]
+    return found
 
 
-def work(rank: int, ranks: int) -> dict:
-    found = {}
+def work(rank: int, ranks: int, folder: str) -> dict:
+    warnings.simplefilter("ignore")
+    mesh = init_device_mesh("cpu", (ranks,))
+    found: dict[Any, Any] = {"used": used(mesh, folder)}
     for recipe in (*RECIPES, None):
-        for layout in (Shard(1), Replicate()):
-            found[recipe, str(layout)] = divided(rank, ranks, recipe, layout)
+        for layout in (TOKENS, Replicate()):
+            found[recipe, str(layout)] = measured(mesh, recipe, layout)
     for recipe in ("current", "rowwise"):
         for dtype in (torch.float32, torch.float16):
-            found[recipe, dtype] = divided(rank, ranks, exact(recipe), Shard(1), dtype)
-        found[recipe, "batch"] = divided(rank, ranks, recipe, Shard(1), steps=2)
-    found["one in 16 bits"] = divided(rank, ranks, "one in 16 bits", Shard(1))
-    return found | {each.name: divided(rank, ranks, each, Shard(1)) for each in EXACT}
+            found[recipe, dtype] = measured(mesh, exact(recipe), dtype=dtype)
+    found["one in 16 bits"] = measured(mesh, "one in 16 bits")
+    return found | {each.name: measured(mesh, each) for each in EXACT}
 
 
 @pytest.fixture(scope="module")
-def found() -> list[dict]:
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("divided")
+
+
+@pytest.fixture(scope="module")
+def found(saved: Path) -> list[dict]:
     """What each rank found."""
-    return run(work, RANKS)
-
-
-def error(a: torch.Tensor, b: torch.Tensor) -> float:
-    return ((a.double() - b.double()).norm() / b.double().norm()).item()
+    return run(work, RANKS, str(saved), fresh=True)
 
 
 def check(ours: dict, reference: dict, of_sums: float = SUMS, of_gradients: float = 1e-5) -> None:
@@ -136,9 +158,13 @@ pytestmark = pytest.mark.slow
 @pytest.mark.parametrize("layout", ["S(1)", "R"])
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_gradients_are_those_of_one_process(recipe: str, layout: str, found: list[dict]):
+    """And a second step, in which nothing is new, is the first."""
     reference = step(made(recipe), *data())
     for rank in found:
-        check(rank[recipe, layout][0], reference)
+        first, again, _ = rank[recipe, layout]
+        check(first, reference)
+        if recipe in ("current", "rowwise"):
+            assert all(torch.equal(first[name], again[name]) for name in first)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
@@ -151,16 +177,15 @@ def test_other_dtypes(recipe: str, dtype: torch.dtype, found: list[dict]):
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_what_is_gathered_crosses_as_codes(recipe: str, found: list[dict]):
-    ours, torchs = found[0][recipe, "S(1)"][1], found[0][None, "S(1)"][1]
+    ours, torchs = found[0][recipe, "S(1)"][2], found[0][None, "S(1)"][2]
     bf16 = (RANKS - 1) * BATCH * T // RANKS * K * 2  # of one gather: x, or dy
     assert torchs["all-gather bfloat16"] == {"bytes": 3 * bf16, "calls": 3}  # torch gathers x for gate and for up
     if recipe == "rowwise_gw_hp":
         assert ours["all-gather bfloat16"] == {"bytes": 2 * bf16, "calls": 2}
         assert "all-gather uint8" not in ours
     else:
-        scales = {"rowwise": 1, "blockwise": 2, "mxfp8": 5}.get(
-            recipe, 0
-        )  # bytes a row: 129 columns are 2, or 5 blocks
+        # Bytes a row: 129 columns are 2, or 5 blocks.
+        scales = {"rowwise": 1, "blockwise": 2, "mxfp8": 5}.get(recipe, 0)
         assert ours["all-gather uint8"] == {"bytes": 2 * (RANKS - 1) * BATCH * T // RANKS * (K + scales), "calls": 2}
         assert not any(kind.startswith("all-gather") and kind != "all-gather uint8" for kind in ours)
     # y and the sum of both layers' dx: one of each.
@@ -176,7 +201,7 @@ def test_a_frozen_layer_gathers_codes_that_it_reads_as_they_are():
 
 @pytest.mark.parametrize("recipe", EXACT, ids=lambda recipe: recipe.name)
 def test_scales_that_are_no_powers_of_two_keep_the_gather_in_16_bits(recipe: fe.Recipe, found: list[dict]):
-    ours, traffic = found[0][recipe.name]
+    ours, _, traffic = found[0][recipe.name]
     assert "all-gather uint8" not in traffic
     assert traffic["all-gather bfloat16"]["calls"] == 2
     reference = step(made(recipe), *data())
@@ -189,7 +214,7 @@ def test_scales_that_are_no_powers_of_two_keep_the_gather_in_16_bits(recipe: fe.
 
 
 def test_a_layer_in_16_bits_gathers_16_bits(found: list[dict]):
-    ours, traffic = found[0]["one in 16 bits"]
+    ours, _, traffic = found[0]["one in 16 bits"]
     bf16 = BATCH * T // RANKS * K * 2
     assert traffic["all-gather bfloat16"] == {"bytes": bf16, "calls": 1}  # x for up
     assert traffic["all-gather uint8"]["calls"] == 2  # x for gate, dy for down
@@ -199,18 +224,33 @@ def test_a_layer_in_16_bits_gathers_16_bits(found: list[dict]):
     check(ours, step(made("one in 16 bits"), *data()), of_gradients=2.0**-10)
 
 
-@pytest.mark.parametrize("recipe", ["current", "rowwise"])
-def test_errors_are_those_of_fp8_and_not_of_the_division(recipe: str, found: list[dict]):
-    """Against torch's own tensor parallelism in BF16: as far as one process under FP8 is from one in BF16."""
-    divided_bf16, alone_bf16 = found[0][None, "S(1)"][0], step(made(None), *data())
-    ours, alone = found[0][recipe, "S(1)"][0], step(made(recipe), *data())
-    for name in ours:
-        assert error(ours[name], divided_bf16[name]) == pytest.approx(error(alone[name], alone_bf16[name]), rel=0.02), (
-            name
-        )
+def test_a_report_says_how_a_layer_is_divided(found: list[dict]):
+    columns, rows = "columns over 2 ranks; its input is gathered", "rows over 2 ranks; its gradient is gathered"
+    codes = "as FP8 codes, per tensor"
+    assert found[0]["used"]["report"] == [f"{columns} {codes}", f"{columns} {codes}", f"{rows} {codes}"]
+    assert found[0]["used"]["report of 16 bits"][0] == f"{columns} in 16 bits, which its wgrad reads"
 
 
-def test_a_second_step_is_the_first(found: list[dict]):
-    for recipe in ("current", "rowwise"):
-        first, again = found[0][recipe, "S(1)"][0], found[0][recipe, "batch"][0]
-        assert all(torch.equal(first[name], again[name]) for name in first)
+@pytest.mark.parametrize(("how", "times"), [("copied", 1), ("compiled", 1), ("accumulated", 2)])
+def test_other_forms_of_a_step_compute_the_same(how: str, times: int, found: list[dict]):
+    for rank in found:
+        once = rank["current", "S(1)"][0]
+        for name, _ in made("current").named_parameters():
+            assert torch.equal(rank["used"][how][name], times * once[name]), name
+
+
+def test_a_frozen_model_passes_gradients_on(found: list[dict]):
+    dx = step(made("current").requires_grad_(False), *data())["dx"]
+    assert error(torch.cat([rank["used"]["frozen"] for rank in found], 1), dx) < SUMS
+
+
+def test_a_checkpoint_loads_into_one_process(saved: Path, found: list[dict]):
+    model = made("current")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    state = model.state_dict()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that it loads in a single process
+        dcp.load(state, checkpoint_id=str(saved), no_dist=True)
+    assert all(torch.equal(value, state[name]) for name, value in made("current").state_dict().items())

@@ -1,14 +1,16 @@
 """Fused modules, transformer blocks and losses divided over 2 ranks, against the same module in one process.
 
-Modules are in FP32 and recipes sum in FP32, so that what differs is the order of sums: 2^-24 a number, and now and then
-a number that such a difference moves over a rounding boundary of FP8, 2^-4 of itself.  Of N numbers near one boundary
-in 2^4 about N * 2^-24 * 2^4 / 2^-4 move, an error of sqrt(2^-16) * 2^-4 = 2e-4 relative at most.
+Modules are in FP32 and recipes sum in FP32: ranks.FLIPS.
 """
 
-import dataclasses
+import contextlib
+import functools
+import itertools
+from typing import Any
 
 import pytest
 import torch
+from ranks import FLIPS, beyond, error, exact, gradients, holds_on_every_rank, outcomes, whole
 from support import converted
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -20,72 +22,48 @@ import fp8engine as fe
 from benchmarks.distributed.processes import run
 from fp8engine.distributed.parallelize import _halves
 from fp8engine.distributed.traffic import Traffic
-from fp8engine.numerics.recipe import resolve
 
 RANKS, BATCH, T, WIDTH, WIDE = 2, 2, 12, 64, 96
-FLIPS = 2e-4
 RECIPES = ("current", "rowwise", "rowwise_gw_hp")
 Colwise, Rowwise = fe.distributed.Colwise, fe.distributed.Rowwise
 HEADS = fe.Heads(4, of_keys=2, theta=1e4, causal=True, qk_norm=1e-6)
 
 
-def exact(recipe: str) -> fe.Recipe:
-    return dataclasses.replace(resolve(recipe), output=fe.FP32)
+def plan_of(columns: str, rows: str, tokens: Any) -> dict:
+    """Layers divided by columns and by rows; tokens: their layout before and after both."""
+    plan: dict = {name: Colwise(input_layouts=tokens) for name in columns.split()}
+    return plan | {name: Rowwise(output_layouts=tokens) for name in rows.split()}
 
 
-class NormThenDown(nn.Module):
-    """LayerNormLinear and an ordinary layer that brings its result back."""
-
-    def __init__(self, recipe):
-        super().__init__()
-        self.first = fe.LayerNormLinear(WIDTH, WIDE, recipe=recipe, norm="rms")
-        self.down = fe.Linear(WIDE, WIDTH, recipe=recipe)
-
-    def forward(self, x):
-        return self.down(torch.relu(self.first(x)))
+def norm_linear(recipe: fe.Recipe) -> nn.Module:
+    first = fe.LayerNormLinear(WIDTH, WIDE, recipe=recipe, norm="rms")
+    return nn.Sequential(first, nn.ReLU(), fe.Linear(WIDE, WIDTH, recipe=recipe))
 
 
-def block(placement: str):
-    def build(recipe):
-        return fe.TransformerLayer(WIDTH, WIDE, HEADS, "swiglu", recipe=recipe, norm="rms", placement=placement)
-
-    return build
+def block(recipe: fe.Recipe, placement: str) -> nn.Module:
+    return fe.TransformerLayer(WIDTH, WIDE, HEADS, "swiglu", recipe=recipe, norm="rms", placement=placement)
 
 
-def of_block(tokens) -> dict:
-    columns = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")
-    rows = ("self_attn.o_proj", "mlp.down_proj")
-    return {name: Colwise(input_layouts=tokens) for name in columns} | {
-        name: Rowwise(output_layouts=tokens) for name in rows
-    }
-
-
-MODULES = {
-    "norm linear": (
-        NormThenDown,
-        lambda tokens: {"first.linear": Colwise(input_layouts=tokens), "down": Rowwise(output_layouts=tokens)},
-    ),
-    "norm mlp": (
-        lambda recipe: fe.LayerNormMLP(WIDTH, WIDE, "gelu", recipe=recipe),
-        lambda tokens: {"up": Colwise(input_layouts=tokens), "down": Rowwise(output_layouts=tokens)},
-    ),
-    **{f"block {placement}": (block(placement), of_block) for placement in ("pre", "post", "parallel shared")},
+OF_BLOCK = "self_attn.[qkv]_proj mlp.gate_proj mlp.up_proj", "self_attn.o_proj mlp.down_proj"
+# What is made, and its layers that are divided by columns and by rows.
+MODULES: dict[str, tuple[Any, tuple[str, str]]] = {
+    "norm linear": (norm_linear, ("0.linear", "2")),
+    "norm mlp": (lambda recipe: fe.LayerNormMLP(WIDTH, WIDE, "gelu", recipe=recipe), ("up", "down")),
+    "block pre": (functools.partial(block, placement="pre"), OF_BLOCK),
+    "block post": (functools.partial(block, placement="post"), OF_BLOCK),
+    "block parallel shared": (functools.partial(block, placement="parallel shared"), OF_BLOCK),
 }
-
-
-def whole(t: torch.Tensor) -> torch.Tensor:
-    return t.full_tensor() if isinstance(t, DTensor) else t
 
 
 def one_step(name: str, recipe: str, mesh=None, layout=None, rank: int = 0, option: str = "") -> dict:
     """y, dx and gradients of a module of MODULES; divided over a mesh where one is given."""
-    build, plan = MODULES[name]
+    build, layers = MODULES[name]
     torch.manual_seed(0)
     model = build(exact(recipe))
     torch.manual_seed(1)
     x, dy = torch.randn(BATCH, T, WIDTH), torch.randn(BATCH, T, WIDTH)
     if mesh is not None:
-        fe.distributed.tensor_parallel(model, mesh, plan(layout))
+        fe.distributed.tensor_parallel(model, mesh, plan_of(*layers, layout))
         if isinstance(layout, Shard):
             x, dy = (t.chunk(RANKS, layout.dim)[rank].contiguous() for t in (x, dy))
     x.requires_grad_()
@@ -94,7 +72,7 @@ def one_step(name: str, recipe: str, mesh=None, layout=None, rank: int = 0, opti
     found = {"y": y.detach(), "dx": x.grad}
     if mesh is not None:
         found = {key: DTensor.from_local(t, mesh, [layout], run_check=False) for key, t in found.items()}
-    return {key: whole(t) for key, t in (found | {n: p.grad for n, p in model.named_parameters()}).items()}
+    return {key: whole(t) for key, t in found.items()} | gradients(model)
 
 
 class Head(nn.Module):
@@ -115,21 +93,16 @@ def head_loss(mesh=None, parallel: bool = False, rank: int = 0, plan_names_norm:
     if mesh is None:
         loss = nn.functional.cross_entropy(model(x).flatten(0, 1), labels)
         loss.backward()
-        return {"loss": loss.detach(), **{n: p.grad for n, p in model.named_parameters()}}
+        return {"loss": loss.detach(), **gradients(model)}
     output = {"output_layouts": Shard(-1) if parallel else Replicate(), "use_local_output": not parallel}
     of_norm = {"norm": SequenceParallel()} if plan_names_norm else {}  # else a norm that is recognised sums its own
     plan = {**of_norm, "lm_head": Colwise(input_layouts=Shard(1), **output)}
     fe.distributed.tensor_parallel(model, mesh, plan)
     logits = model(x.chunk(RANKS, 1)[rank].contiguous()).flatten(0, 1)
-    if parallel:
-        with loss_parallel():
-            loss = nn.functional.cross_entropy(logits, labels)
-            loss.backward()
-    else:
+    with loss_parallel() if parallel else contextlib.nullcontext():
         loss = nn.functional.cross_entropy(logits, labels)
         loss.backward()
-    gradients = {n: whole(p.grad) for n, p in model.named_parameters()}
-    return {"loss": whole(loss.detach()), **gradients}
+    return {"loss": whole(loss), **gradients(model)}
 
 
 class Siblings(nn.Module):
@@ -146,27 +119,27 @@ class Siblings(nn.Module):
         return self.o(self.q(n) * self.k(n) + self.v(n))
 
 
-def siblings(mesh, rank: int) -> dict:
-    """Calls of collectives of a step, and of a forward without gradients."""
-    torch.manual_seed(0)
-    model = converted(Siblings(), "current")
-    tokens = Shard(1)
-    plan = {"norm": SequenceParallel(), "[qkv]": Colwise(input_layouts=tokens), "o": Rowwise(output_layouts=tokens)}
-    fe.distributed.tensor_parallel(model, mesh, plan)
-    x = torch.randn(BATCH, T // RANKS, WIDTH)
-    with Traffic() as step:
-        model(x).sum().backward()
-    with Traffic() as evaluation, torch.no_grad():
-        model(x)
-    reading_16_bits = fe.distributed.tensor_parallel(converted(Siblings(), "rowwise_gw_hp"), mesh, plan)
-    with Traffic() as without_gradients, torch.no_grad():
-        reading_16_bits(x)
-    frozen = converted(Siblings(), "rowwise_gw_hp").requires_grad_(False)
-    fe.distributed.tensor_parallel(frozen, mesh, plan)
-    with Traffic() as without_wgrad:
-        frozen(x.requires_grad_()).sum().backward()
-    traffics = {"step": step, "no grad": evaluation, "gw_hp": without_gradients, "frozen": without_wgrad}
-    return {key: dict(t.calls) for key, t in traffics.items()}
+def siblings_gather_once(mesh) -> None:
+    """Calls of collectives of a step, of a forward without gradients, and of a frozen model."""
+
+    def calls(model: Any, backward: bool) -> dict:
+        fe.distributed.tensor_parallel(model, mesh, plan)
+        with Traffic() as traffic, torch.set_grad_enabled(backward):
+            y = model(torch.randn(BATCH, T // RANKS, WIDTH, requires_grad=not model.o.weight.requires_grad))
+            if backward:
+                y.sum().backward()
+        return dict(traffic.calls)
+
+    plan = {"norm": SequenceParallel()} | plan_of("[qkv]", "o", Shard(1))
+    step = calls(converted(Siblings(), "current"), True)
+    assert step["all-gather", "uint8"] == 2  # n for q, k and v; dy for o
+    assert step["reduce-scatter", "float32"] == 2  # o's result; the sum of dx of q, k and v
+    for recipe in ("current", "rowwise_gw_hp"):
+        assert calls(converted(Siblings(), recipe), False)["all-gather", "uint8"] == 1
+    # No wgrad reads 16 bits of a frozen layer's x or dy.
+    frozen = calls(converted(Siblings(), "rowwise_gw_hp").requires_grad_(False), True)
+    assert frozen["all-gather", "uint8"] == 2
+    assert ("all-gather", "float32") not in frozen
 
 
 def predicted(mesh=None, rank: int = 0) -> list[dict]:
@@ -174,10 +147,7 @@ def predicted(mesh=None, rank: int = 0) -> list[dict]:
     torch.manual_seed(0)
     model = converted(nn.Sequential(nn.Linear(WIDTH, WIDE), nn.Linear(WIDE, WIDTH)), fe.delayed(history=3))
     if mesh is not None:
-        tokens = Shard(0)
-        fe.distributed.tensor_parallel(
-            model, mesh, {"0": Colwise(input_layouts=tokens), "1": Rowwise(output_layouts=tokens)}
-        )
+        fe.distributed.tensor_parallel(model, mesh, plan_of("0", "1", Shard(0)))
     steps = []
     for step in range(4):
         torch.manual_seed(step)
@@ -188,15 +158,10 @@ def predicted(mesh=None, rank: int = 0) -> list[dict]:
         y = model(x)
         y.square().sum().backward()
         state = fe.scaling_state(model)
+        found: dict[str, Any] = {key: getattr(state["0.input"], key).item() for key in ("recasts", "saturated")}
         slots = [f"{layer}.{role}" for layer in "01" for role in ("input", "weight", "grad_output")]
-        steps.append(
-            {
-                "scales": {slot: state[slot].scale.item() for slot in slots},
-                "recasts": state["0.input"].recasts.item(),
-                "saturated": state["0.input"].saturated.item(),
-                "dw": whole(model[0].weight.grad),
-            }
-        )
+        found["scales"] = {slot: state[slot].scale.item() for slot in slots}
+        steps.append(found | {"dw": whole(model[0].weight.grad)})
     return steps
 
 
@@ -205,10 +170,7 @@ def decided(mesh, rank: int) -> list[dict]:
     torch.manual_seed(0)
     layers = nn.Sequential(nn.Linear(WIDTH, WIDE), nn.GELU(), nn.Linear(WIDE, WIDTH))
     model = converted(layers, fe.auto(interval=1, min_sqnr_db=28.0))
-    tokens = Shard(0)
-    fe.distributed.tensor_parallel(
-        model, mesh, {"0": Colwise(input_layouts=tokens), "2": Rowwise(output_layouts=tokens)}
-    )
+    fe.distributed.tensor_parallel(model, mesh, plan_of("0", "2", Shard(0)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)  # its steps are where decisions are adopted
     torch.manual_seed(rank)
     for _ in range(6):
@@ -221,15 +183,13 @@ def decided(mesh, rank: int) -> list[dict]:
 
 def work(rank: int, ranks: int) -> dict:
     mesh = init_device_mesh("cpu", (ranks,))
-    found = {}
-    for name in MODULES:
-        for recipe in RECIPES:
-            for layout in (Shard(1), Replicate()):
-                found[name, recipe, str(layout)] = one_step(name, recipe, mesh, layout, rank)
+    found: dict[Any, Any] = {}
+    for name, recipe, layout in itertools.product(MODULES, RECIPES, (Shard(1), Replicate())):
+        found[name, recipe, str(layout)] = one_step(name, recipe, mesh, layout, rank)
     found["checkpoint"] = one_step("block pre", "current", mesh, Shard(1), rank, "checkpoint")
     losses: dict[bool | str, dict] = {parallel: head_loss(mesh, parallel, rank) for parallel in (False, True)}
     found["loss"] = losses | {"norm not named": head_loss(mesh, False, rank, plan_names_norm=False)}
-    found["siblings"] = siblings(mesh, rank)
+    found |= outcomes({"siblings": siblings_gather_once}, mesh)
     found["delayed"] = predicted(mesh, rank)
     found["decided"] = decided(mesh, rank)
     return found
@@ -238,10 +198,6 @@ def work(rank: int, ranks: int) -> dict:
 @pytest.fixture(scope="module")
 def found() -> list[dict]:
     return run(work, RANKS)
-
-
-def error(a: torch.Tensor, b: torch.Tensor) -> float:
-    return ((a.double() - b.double()).norm() / b.double().norm()).item()
 
 
 pytestmark = pytest.mark.slow
@@ -254,8 +210,7 @@ pytestmark = pytest.mark.slow
 def test_fused_modules_are_those_of_one_process(name: str, recipe: str, layout: str, found: list[dict]):
     reference = one_step(name, recipe)
     for rank in found:
-        errors = {key: error(value, reference[key]) for key, value in rank[name, recipe, layout].items()}
-        assert {key: value for key, value in errors.items() if value > FLIPS} == {}
+        assert beyond(rank[name, recipe, layout], reference) == {}
 
 
 def test_a_block_recomputed_by_a_checkpoint_is_the_same(found: list[dict]):
@@ -267,19 +222,11 @@ def test_a_block_recomputed_by_a_checkpoint_is_the_same(found: list[dict]):
 def test_loss_of_a_divided_head(parallel: bool | str, found: list[dict]):
     reference = head_loss()
     for rank in found:
-        for key, value in rank["loss"][parallel].items():
-            assert error(value, reference[key]) < FLIPS, key
+        assert beyond(rank["loss"][parallel], reference) == {}
 
 
 def test_siblings_gather_once(found: list[dict]):
-    for rank in found:
-        step, evaluation, frozen = (rank["siblings"][key] for key in ("step", "no grad", "frozen"))
-        assert step["all-gather", "uint8"] == 2  # n for q, k and v; dy for o
-        assert step["reduce-scatter", "float32"] == 2  # o's result; the sum of dx of q, k and v
-        assert evaluation["all-gather", "uint8"] == rank["siblings"]["gw_hp"]["all-gather", "uint8"] == 1
-        # No wgrad reads 16 bits of a frozen layer's x or dy.
-        assert frozen["all-gather", "uint8"] == 2
-        assert ("all-gather", "float32") not in frozen
+    holds_on_every_rank("siblings", found)
 
 
 def test_predicted_scales_are_those_of_one_process(found: list[dict]):

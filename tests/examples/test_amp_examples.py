@@ -166,35 +166,31 @@ def test_a_checkpoint_comes_back_in_the_precision_it_was_trained_in(common: Modu
 
 
 def test_a_checkpoint_that_cannot_be_used_says_why(common: ModuleType, tmp_path: Path):
-    path = tmp_path / "checkpoint.pt"
-    with pytest.raises(StateError, match="no checkpoint at"):
-        common.restore(path)
-    net = common.digits.Cnn()
+    path, net = tmp_path / "checkpoint.pt", common.digits.Cnn()
+
+    def refused(told: str) -> None:
+        with pytest.raises(StateError, match=told):
+            common.restore(path)
+
+    refused("no checkpoint at")
     common.save(path, net, "cnn", "fp32", 50.0)
     kept = path.read_bytes()
     assert common.restore(path)["accuracy"] == 50.0
     for broken in (b"", kept[:1000], kept[:-300]):
         path.write_bytes(broken)
-        with pytest.raises(StateError, match="broken, or no checkpoint"):
-            common.restore(path)
+        refused("broken, or no checkpoint")
     torch.save(net.state_dict(), path)
-    with pytest.raises(StateError, match="no checkpoint of these examples, which hold accuracy"):
-        common.restore(path)
-    common.save(path, net, "vgg", "fp32", 50.0)
-    with pytest.raises(StateError, match="'vgg'"):
-        common.restore(path)
-    common.save(path, net, "vit", "fp32", 50.0)
-    with pytest.raises(StateError, match="other weights than a vit's"):
-        common.restore(path)
+    refused("no checkpoint of these examples, which hold accuracy")
+    for model, told in {"vgg": "'vgg'", "vit": "other weights than a vit's"}.items():
+        common.save(path, net, model, "fp32", 50.0)
+        refused(told)
 
 
 @pytest.mark.slow
 def test_a_missing_checkpoint_is_one_line_and_exit_code_2():
-    done = subprocess.run(
-        [sys.executable, EXAMPLES / "amp_evaluate.py", "no/such/file.pt"], capture_output=True, text=True, timeout=60
-    )
-    assert done.returncode == 2
-    assert done.stdout == ""
+    command = [sys.executable, EXAMPLES / "amp_evaluate.py", "no/such/file.pt"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("error: no checkpoint at no/such/file.pt: amp_single.py")
     assert len(done.stderr.splitlines()) == 1
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from vllm_rollout import Engine, EngineFailed
 
+pytestmark = pytest.mark.slow
 PROGRAM = Path(__file__).parents[1] / "helpers" / "held_tensors.py"
 LARGE = torch.randn(1 << 20)  # 4 MB: more than the pipe holds by itself
 
@@ -32,7 +33,6 @@ def same(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> boo
     )
 
 
-@pytest.mark.slow
 def test_codes_and_scales_arrive_bit_for_bit(engine: Held):
     codes = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).reshape(16, 16)
     sent = {"codes": codes, "scale": torch.tensor([2.0**-130, 3.0]), "norm": torch.randn(5).bfloat16(), "large": LARGE}
@@ -42,7 +42,6 @@ def test_codes_and_scales_arrive_bit_for_bit(engine: Held):
     assert same(engine.held(), sent | {"scale": torch.ones(2)})
 
 
-@pytest.mark.slow
 def test_a_failed_update_says_what_the_engine_said(engine: Held):
     """It ends in the middle of an update; what was still to be sent does not hide its reason."""
     pairs = [("refused", torch.ones(1)), *((f"large {i}", LARGE) for i in range(8))]
@@ -55,20 +54,15 @@ def test_a_failed_update_says_what_the_engine_said(engine: Held):
         engine.update([])
 
 
-@pytest.mark.slow
-def test_a_message_that_was_cut_off(engine: Held, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("vllm_rollout.save", lambda tensors: b"\x00\x00")
-    with pytest.raises(EngineFailed, match="SafetensorError"):
-        engine.update([("a", torch.ones(1))])
-
-
-@pytest.mark.slow
-def test_an_engine_that_ends_without_a_word(engine: Held):
+def test_a_message_that_was_cut_off_and_an_engine_that_ends_without_a_word(engine: Held, tmp_path: Path, monkeypatch):
     with pytest.raises(EngineFailed, match="the process ended with 7"):
         engine.generate([[1]], 1)
+    monkeypatch.setattr("vllm_rollout.save", lambda tensors: b"\x00\x00")
+    failed = pytest.raises(EngineFailed, match="SafetensorError")
+    with Held(sys.executable, "no folder", tmp_path / "another") as again, failed:
+        again.update([("a", torch.ones(1))])
 
 
-@pytest.mark.slow
 def test_weights_that_cannot_be_made_close_the_engine(engine: Held):
     """Half of an update is not left to be served."""
 
@@ -82,7 +76,6 @@ def test_weights_that_cannot_be_made_close_the_engine(engine: Held):
         engine.held()
 
 
-@pytest.mark.slow
 def test_a_call_waits_for_the_update_of_another_thread(engine: Held):
     found: list[dict[str, torch.Tensor]] = []
     asking = threading.Thread(target=lambda: found.append(engine.held()))
@@ -98,7 +91,6 @@ def test_a_call_waits_for_the_update_of_another_thread(engine: Held):
     assert same(found[0], {"a": torch.zeros(1), "b": torch.ones(1)})
 
 
-@pytest.mark.slow
 def test_without_vllm_the_engine_says_so(tmp_path: Path):
     with pytest.raises(EngineFailed, match="No module named 'vllm'"):
         Engine(sys.executable, "no folder", tmp_path / "log")

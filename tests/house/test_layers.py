@@ -97,11 +97,7 @@ def test_nothing_else_is_at_the_top_level():
         ("ops/a.py", "import_module('fp8engine.nn')", "fp8engine/ops/a.py:1 imports nn: not above"),
         ("nn/a.py", "if TYPE_CHECKING:\n    from fp8engine.convert import Plan", "fp8engine/nn/a.py:2 imports convert"),
         ("amp/scaler.py", "import fp8engine.ops", "fp8engine/amp/scaler.py:1 imports ops: not above"),
-        (
-            "amp/scaler.py",
-            "from fp8engine.numerics.recipe import current",
-            "fp8engine/amp/scaler.py:1 imports numerics",
-        ),
+        ("amp/scaler.py", "import fp8engine.numerics.recipe", "fp8engine/amp/scaler.py:1 imports numerics"),
         ("ops/a.py", "import kernels", "fp8engine/ops/a.py:1 imports kernels: no package of ours"),
         ("report/flow/a.py", "import fp8engine.report.b", "fp8engine/report/flow/a.py:1 imports report: not above"),
         ("convert/a.py", "import fp8engine.report.b", "fp8engine/convert/a.py:1 imports report: not above"),

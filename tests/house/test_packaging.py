@@ -81,21 +81,15 @@ def test_the_wheel_holds_the_library_and_nothing_else(wheel: zipfile.ZipFile, tr
 
 
 @pytest.mark.slow
-def test_the_wheel_says_what_it_needs(wheel: zipfile.ZipFile):
+def test_the_wheel_says_what_it_needs_in_words_that_read_outside_of_the_repository(wheel: zipfile.ZipFile):
     (name,) = [name for name in wheel.namelist() if name.endswith(".dist-info/METADATA")]
-    metadata = wheel.read(name).decode()
+    metadata, _, description = wheel.read(name).decode().partition("\n\n")
     needed = re.findall(r"^Requires-Dist: ([\w-]+)[^;\n]*$", metadata, flags=re.MULTILINE)
     assert sorted(needed) == ["numpy", "rich", "safetensors", "torch", "typer"]
     (triton,) = set(re.findall(r'^Requires-Dist: (triton.*extra == "triton")$', metadata, flags=re.MULTILINE))
     assert triton.startswith("triton<3.10,>=3.6;")
     assert "linux" in triton
     assert "License-Expression: Apache-2.0" in metadata
-
-
-@pytest.mark.slow
-def test_the_description_reads_outside_of_the_repository(wheel: zipfile.ZipFile, tree: Path):
-    (name,) = [name for name in wheel.namelist() if name.endswith(".dist-info/METADATA")]
-    metadata, _, description = wheel.read(name).decode().partition("\n\n")
     assert "Description-Content-Type: text/markdown" in metadata
     assert "fe.convert" in description
     targets = re.findall(r"\]\(([^)\s]+)\)", re.sub(r"```.*?```", "", description, flags=re.DOTALL))
@@ -145,39 +139,26 @@ def test_the_oldest_torch_is_the_one_that_is_tested_before_a_release():
     assert oldest.keys() == newest.keys()
 
 
-def test_importing_changes_nothing(tree: Path):
-    """Registering operators with torch.library is the one thing it may do, and the snapshot does not see it."""
-    run(
-        tree,
-        SNAPSHOT
-        + """
+# What a fresh interpreter runs, and that nothing is wrong then.
+IMPORTING = {
+    # Registering operators with torch.library is the one thing it may do, and the snapshot does not see it.
+    "changes nothing": SNAPSHOT
+    + """
 before = snapshot()
 import fp8engine
 after = snapshot()
 changed = [name for name in before if before[name] != after[name]]
 assert not changed, {name: (before[name], after[name]) for name in changed}
 """,
-    )
-
-
-def test_importing_loads_nothing_optional(tree: Path):
-    run(
-        tree,
-        f"""
+    "loads nothing optional": f"""
 import sys, torch
 before = set(sys.modules)  # torch may bring some itself
 import fp8engine
 loaded = set({OPTIONAL}) & (set(sys.modules) - before)
 assert not loaded, loaded
 """,
-    )
-
-
-def test_a_bare_copy_imports_its_own_kernels(tree: Path):
-    """Without an install; and `import kernels`, started from the root, is no package of ours."""
-    run(
-        tree,
-        """
+    # Without an install; and `import kernels`, started from the root, is no package of ours.
+    "finds its own kernels": """
 import os, fp8engine, fp8engine.kernels
 assert os.path.samefile(fp8engine.__path__[0], "fp8engine"), fp8engine.__path__
 assert os.path.samefile(fp8engine.kernels.__path__[0], "kernels"), fp8engine.kernels.__path__
@@ -185,7 +166,16 @@ import importlib.util
 spec = importlib.util.find_spec("kernels")  # a folder without __init__ gives way to an installed package
 assert spec is None or spec.origin is None or not os.path.samefile(os.path.dirname(spec.origin), "kernels"), spec
 """,
-    )
+}
+
+
+@pytest.mark.parametrize("what", IMPORTING)
+def test_importing_a_bare_copy(what: str, tree: Path):
+    """At the root of the copy, which alone is on the interpreter's path."""
+    environment = {"PATH": "", "PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", IMPORTING[what]]
+    done = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def test_the_console_script_is_the_package_main():
@@ -193,13 +183,6 @@ def test_the_console_script_is_the_package_main():
     (script,) = [entry for entry in entry_points(group="console_scripts") if entry.name in scripts]
     assert script.value == scripts[script.name]
     assert callable(script.load())
-
-
-def run(tree: Path, code: str) -> None:
-    """Run code in a fresh interpreter at the root of `tree`, which alone is on its path."""
-    environment = {"PATH": "", "PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, "-c", code], cwd=tree, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
 
 
 def git(*arguments: str) -> str:
