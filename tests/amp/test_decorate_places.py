@@ -2,7 +2,7 @@
 
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
@@ -28,56 +28,44 @@ from fp8engine.errors import (
 ROOT = Path(__file__).parents[2]
 
 
-class Net(nn.Module):
-    """A linear layer, a norm and a head."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.down, self.norm, self.up = nn.Linear(8, 32), nn.LayerNorm(32), nn.Linear(32, 1)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """As plain as it gets."""
-        return self.up(torch.relu(self.norm(self.down(x))))
-
-
 def net() -> Any:
-    return Net()
+    """A linear layer, a norm and a head."""
+    torch.manual_seed(0)
+    return nn.Sequential(OrderedDict(down=nn.Linear(8, 32), norm=nn.LayerNorm(32), relu=nn.ReLU(), up=nn.Linear(32, 1)))
 
 
 def sgd(model: nn.Module) -> torch.optim.SGD:
     return torch.optim.SGD(model.parameters(), lr=0.05)
 
 
-def generated() -> Iterator[tuple[type[Exception], str, Any]]:
-    """Refusals: error, a word of its message, the call."""
-    yield ConversionError, "no parameters", lambda m: decorate(nn.ReLU())
-    yield ConversionError, "neither", lambda m: decorate()
-    yield ConversionError, "not str", lambda m: decorate("model")
-    yield UnknownName, "did you mean 'O2'", lambda m: decorate(m, sgd(m), level="O3")
-    yield UnsupportedDtype, "float32", lambda m: decorate(m, sgd(m), dtype=torch.float32)
-    yield UnknownName, "did you mean 'down'", lambda m: decorate(m, sgd(m), excluded_layers="dwon")
-    yield ConversionError, "Conv2d is not in", lambda m: decorate(m, sgd(m), excluded_layers=nn.Conv2d)
-    yield ConversionError, "this Linear is not in", lambda m: decorate(m, sgd(m), excluded_layers=nn.Linear(1, 1))
-    yield OptimizerError, "none of the model's", lambda m: decorate(m, sgd(net()))
-    yield OptimizerError, "no 16-bit", lambda m: decorate(m, sgd(m), master_weights=True)
-    yield LossScaleError, "masters", lambda m: decorate(m, sgd(m), level="O2", master_weights=False)
-    yield ConversionError, "first", lambda m: decorate(torch.compile(m), sgd(m))
-    yield ConversionError, "DataParallel", lambda m: decorate(nn.DataParallel(m), sgd(m))
-    yield ConversionError, "lazy", lambda m: decorate(nn.Sequential(m, nn.LazyLinear(4)), sgd(m))
-    yield OptimizerError, "wrapped already", lambda m: decorate(m, decorate(sgd(m)))
-    yield OptimizerError, "wrapped already", lambda m: decorate(m.half(), MasterWeights(sgd(m)))
-    yield OptimizerError, "not Net", lambda m: decorate(m, m)
-    yield ConversionError, "a model alone", lambda m: decorate(m, scaler=True)
+REFUSED: list[tuple[type[Exception], str, Any]] = [
+    (ConversionError, "no parameters", lambda m: decorate(nn.ReLU())),
+    (ConversionError, "neither", lambda m: decorate()),
+    (ConversionError, "not str", lambda m: decorate("model")),
+    (UnknownName, "did you mean 'O2'", lambda m: decorate(m, sgd(m), level="O3")),
+    (UnsupportedDtype, "float32", lambda m: decorate(m, sgd(m), dtype=torch.float32)),
+    (UnknownName, "did you mean 'down'", lambda m: decorate(m, sgd(m), excluded_layers="dwon")),
+    (ConversionError, "Conv2d is not in", lambda m: decorate(m, sgd(m), excluded_layers=nn.Conv2d)),
+    (ConversionError, "this Linear is not in", lambda m: decorate(m, sgd(m), excluded_layers=nn.Linear(1, 1))),
+    (OptimizerError, "none of the model's", lambda m: decorate(m, sgd(net()))),
+    (OptimizerError, "no 16-bit", lambda m: decorate(m, sgd(m), master_weights=True)),
+    (LossScaleError, "masters", lambda m: decorate(m, sgd(m), level="O2", master_weights=False)),
+    (ConversionError, "first", lambda m: decorate(torch.compile(m), sgd(m))),
+    (ConversionError, "DataParallel", lambda m: decorate(nn.DataParallel(m), sgd(m))),
+    (ConversionError, "lazy", lambda m: decorate(nn.Sequential(m, nn.LazyLinear(4)), sgd(m))),
+    (OptimizerError, "wrapped already", lambda m: decorate(m, decorate(sgd(m)))),
+    (OptimizerError, "wrapped already", lambda m: decorate(m.half(), MasterWeights(sgd(m)))),
+    (OptimizerError, "not Sequential", lambda m: decorate(m, m)),
+    (ConversionError, "a model alone", lambda m: decorate(m, scaler=True)),
+]
 
 
-@pytest.mark.parametrize(("error", "word", "call"), list(generated()))
+@pytest.mark.parametrize(("error", "word", "call"), REFUSED)
 def test_refusals_leave_all_as_it_was(error, word, call):
     model = net()
     with pytest.raises(error, match=word):
         call(model)
-    assert type(model) is Net
-    assert {type(module) for module in model.modules()} == {Net, nn.Linear, nn.LayerNorm}
+    assert [type(module) for module in model.modules()] == [type(module) for module in net().modules()]
 
 
 def test_decorated_once_and_stepped_by_one_scaler():
@@ -133,18 +121,6 @@ for level in ("O1", "O2"):
 assert torch.float16 in seen and torch.bfloat16 not in seen, seen
 assert not [name for name in sys.modules if name.startswith("fp8engine.kernels")]
 """
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("level", ["O1", "O2"])
-def test_outputs_are_fp32_inside_and_outside_of_training(level: str, dtype: torch.dtype):
-    model, heard = net(), []
-    model.up.register_forward_hook(lambda m, args, y: heard.append(y.dtype))
-    decorate(model, level=level, dtype=dtype)
-    assert model(torch.ones(2, 8)).dtype == torch.float32
-    with torch.no_grad():
-        assert model.eval()(torch.ones(2, 8)).dtype == torch.float32
-    assert heard == [dtype] * 2
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])

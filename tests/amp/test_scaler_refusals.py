@@ -2,28 +2,16 @@
 
 import math
 import pickle
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from scaled_run import Run
 from torch import nn
 
 from fp8engine.amp.scaler import GradScaler, ScaleRules
 from fp8engine.errors import LossScaleError, OptimizerError
-
-
-class Run:
-    """One parameter under one scaler."""
-
-    def __init__(self, scaler: GradScaler):
-        self.scaler, self.weight = scaler, nn.Parameter(torch.ones(2))
-        self.optimizer = torch.optim.SGD([self.weight], lr=2.0**-8)
-
-    def step(self, value: float = 1.0) -> None:
-        """One good iteration."""
-        self.weight.grad = self.scaler.scale(torch.full((2,), value))
-        self.scaler.step(self.optimizer)
-        self.scaler.update()
 
 
 @pytest.mark.parametrize("scale", [0.0, math.inf, math.nan, -1.0, 1e-60, 1e60])
@@ -41,8 +29,7 @@ def test_no_such_scale(scale: float):
 
 
 @pytest.mark.parametrize(
-    "wrong",
-    [{"growth_factor": 1.0}, {"growth_factor": math.nan}, {"backoff_factor": 1.0}, {"backoff_factor": 0.0}],
+    "wrong", [{"growth_factor": 1.0}, {"growth_factor": math.nan}, {"backoff_factor": 1.0}, {"backoff_factor": 0.0}]
 )
 def test_factors_that_make_no_rule(wrong: dict):
     with pytest.raises(LossScaleError, match="grows by more"):
@@ -80,38 +67,35 @@ def test_fp16_gradients_are_named_and_left_alone():
         optimizer, scaler = torch.optim.SGD(given), GradScaler("cpu")
         model.zero_grad()
         scaler.scale(model[1](model[0](torch.ones(3, 2)).half()).sum()).backward()
-        before = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+        before: Any = [p.grad.clone() for p in model.parameters()]  # pyright: ignore[reportOptionalMemberAccess]
         with pytest.raises(LossScaleError, match=rf"{name} \(1, 2\) has an FP16 gradient.*MasterWeights"):
             scaler.step(optimizer)
-        assert all(
-            torch.equal(p.grad, g) for p, g in zip(model.parameters(), before, strict=True) if p.grad is not None
-        )
+        assert all(torch.equal(p.grad, g) for p, g in zip(model.parameters(), before, strict=True))  # pyright: ignore
 
 
 def test_calls_out_of_order():
     run = Run(GradScaler("cpu"))
-    scaler = run.scaler
-    for call in (scaler.update, lambda: scaler.step(run.optimizer), lambda: scaler.unscale_(run.optimizer)):
-        with pytest.raises(OptimizerError, match="before any scale"):
-            call()
+    scaler, optimizer = run.scaler, run.optimizer
+
+    def refused(told: str, call: Callable, *arguments: Any, **more: Any) -> None:
+        with pytest.raises(OptimizerError, match=told):
+            call(*arguments, **more)
+
+    refused("before any scale", scaler.update)
+    refused("before any scale", scaler.step, optimizer)
+    refused("before any scale", scaler.unscale_, optimizer)
     scaler.scale(run.weight.sum())
-    with pytest.raises(OptimizerError, match="no parameter of SGD has a gradient"):
-        scaler.step(run.optimizer)
-    with pytest.raises(OptimizerError, match="without a step"):
-        scaler.update()
+    refused("no parameter of SGD has a gradient", scaler.step, optimizer)
+    refused("without a step", scaler.update)
     scaler.scale(run.weight.sum()).backward()
-    scaler.unscale_(run.optimizer)
-    with pytest.raises(OptimizerError, match="twice"):
-        scaler.unscale_(run.optimizer)
-    scaler.step(run.optimizer)
-    with pytest.raises(OptimizerError, match="stepped already"):
-        scaler.step(run.optimizer)
-    with pytest.raises(OptimizerError, match="after step"):
-        scaler.unscale_(run.optimizer)
+    scaler.unscale_(optimizer)
+    refused("twice", scaler.unscale_, optimizer)
+    scaler.step(optimizer)
+    refused("stepped already", scaler.step, optimizer)
+    refused("after step", scaler.unscale_, optimizer)
     scaler.update()
-    for call in ((lambda: 0.0,), {}), ((), {"closure": lambda: 0.0}):
-        with pytest.raises(OptimizerError, match="closure"):
-            scaler.step(run.optimizer, *call[0], **call[1])
+    refused("closure", scaler.step, optimizer, lambda: 0.0)
+    refused("closure", scaler.step, optimizer, closure=lambda: 0.0)
 
 
 def test_a_disabled_scaler_is_out_of_the_way():

@@ -213,3 +213,10 @@ def step(model: nn.Module, case: Case) -> None:
     with torch.autocast("cpu", torch.float16):
         loss = model(x.requires_grad_()).float().pow(2).mean()
     (loss * case.scale).backward()
+
+
+def first(watch: Any, *names: str) -> tuple:
+    """These fields of a watch's first finding."""
+    found = watch.first()
+    assert found is not None
+    return tuple(getattr(found, name) for name in names)
