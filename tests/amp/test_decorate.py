@@ -113,17 +113,6 @@ def test_an_optimizer_alone():
     assert isinstance(decorate(optimizer=sgd(Net().half())).inner, MasterWeights)
 
 
-def test_overflowing_steps_are_skipped_and_told():
-    model = Net()
-    model, optimizer = decorate(model, sgd(model), scaler=GradScaler("cpu", 16.0))
-    before = [p.detach().clone() for p in model.parameters()]
-    optimizer.backward(model(data()[0])["y"].sum() * torch.inf)
-    optimizer.step()
-    assert optimizer.scaler.step_skipped()
-    assert optimizer.scaler.get_scale() == 8.0
-    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
-
-
 def test_models_stay_what_they_were():
     plain, model, heard = Net(), Net(), []
     model.register_forward_hook(lambda *_: heard.append(1))
@@ -156,45 +145,31 @@ def test_copies_keep_the_precision_and_leave_the_scale(way):
     assert float(twin.up.bias.grad) == 64.0, "the rows of the batch, and no scale"
 
 
-def dtypes(model: nn.Module) -> dict[str, torch.dtype]:
-    return {name: p.dtype for name, p in model.named_parameters() if name.endswith("weight")}
+class OwnNorm(nn.Module):
+    """A norm of no class of torch's, as those of transformers are."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(6))
+
+    def forward(self, x):
+        return x * self.weight
 
 
 def test_o2_keeps_norms_and_their_arithmetic_in_fp32():
-    model: Any = nn.Sequential(
-        nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.GroupNorm(2, 8), nn.InstanceNorm2d(8, affine=True), nn.RMSNorm(6)
-    )
+    norms = nn.BatchNorm2d(8), nn.GroupNorm(2, 8), nn.InstanceNorm2d(8, affine=True), nn.RMSNorm(6), OwnNorm()
+    model: Any = nn.Sequential(nn.Conv2d(3, 8, 3), *norms)
     seen = []
-    for module in model[1:]:
+    for module in norms:
         module.register_forward_pre_hook(lambda m, args: seen.append(args[0].dtype))
     model, optimizer = decorate(model, sgd(model), level="O2", scaler=GradScaler("cpu", 16.0))
     running: Any = model[1].running_mean
     optimizer.backward(model(torch.randn(2, 3, 8, 8)).square().mean())
     optimizer.step()
-    assert list(dtypes(model).values()) == [torch.float16] + [torch.float32] * 4
-    assert seen == [torch.float16] * 4, "between the layers it is FP16"
+    assert [module.weight.dtype for module in model] == [torch.float16] + [torch.float32] * 5
+    assert seen == [torch.float16] * 5, "between the layers it is FP16"
     assert running.dtype == torch.float32
     assert running.abs().sum() > 0
-
-
-def test_o2_on_a_transformers_model():
-    from tiny_models import llama  # its norms are of no class of torch's
-
-    model = llama()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    model, optimizer = decorate(model, optimizer, level="O2", scaler=GradScaler("cpu", 256.0))
-    tokens = torch.randint(0, 64, (2, 16), generator=torch.Generator().manual_seed(0))
-    losses = []
-    for _ in range(8):
-        optimizer.zero_grad()
-        loss = model(tokens, labels=tokens).loss
-        optimizer.backward(loss)
-        optimizer.clip_grad_norm_(1.0)
-        optimizer.step()
-        losses.append(loss.item())
-    assert losses[-1] < losses[0] - 0.1
-    assert {dtype for name, dtype in dtypes(model).items() if "norm" in name} == {torch.float32}
-    assert {dtype for name, dtype in dtypes(model).items() if "norm" not in name} == {torch.float16}
 
 
 BLOCKS = {"blocks.0", "blocks.1"}

@@ -122,9 +122,11 @@ def test_a_plain_backward_is_refused_at_the_step(loss: Callable, level: str):
 @pytest.mark.parametrize("level", LEVELS)
 def test_a_plain_backward_beside_a_scaled_one_is_refused(level: str, set_to_none: bool):
     for order in ("before", "after", "between"):
-        model, optimizer = start(level)
-        optimizer.backward(output(model))
-        optimizer.step()
+        model, optimizer = start(level, scaler=GradScaler("cpu", 64.0))
+        for zeroed in (model.zero_grad, optimizer.zero_grad):
+            zeroed(set_to_none)
+            optimizer.backward(output(model))
+            optimizer.step()
         model.zero_grad(set_to_none)
         if order == "before":
             without_the_model(model).backward()
@@ -138,6 +140,7 @@ def test_a_plain_backward_beside_a_scaled_one_is_refused(level: str, set_to_none
         optimizer.zero_grad(set_to_none)
         optimizer.backward(output(model))
         optimizer.step()
+        assert optimizer.scaler.stats.skipped == 0
 
 
 def test_a_plain_backward_into_a_parameter_that_the_scaled_one_did_not_reach():

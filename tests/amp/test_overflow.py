@@ -6,6 +6,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from overflow_cases import CASES, Case, Part, make, step
+from scaled_run import scaled_step
 from torch import nn
 from torch.nn import functional as F
 
@@ -186,10 +187,7 @@ def test_a_healthy_run_names_nothing(name: str, mode: str):
             with torch.autocast("cpu", torch.float16):
                 output = model(x).float()
             loss = F.cross_entropy(output.flatten(0, -2), labels.flatten(), ignore_index=-100)
-            scaler.scale(loss).backward()
-            scaler.step(optimizer)
-            scaler.update()
-            optimizer.zero_grad()
+            scaled_step(scaler, optimizer, loss)
     assert watch.first() is None, str(watch.first())
     assert "no NaN and no Inf" in str(watch.report())
     assert watch.scales == [(0, 256.0)]

@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from overflow_cases import Part, first
+from scaled_run import scaled_step
 from torch import nn
 
 import fp8engine as fe
@@ -134,9 +135,7 @@ def test_the_numbers_of_a_finding_are_of_one_pass():
     with find_overflow(model, scaler) as watch:
         for bias in (20.0, 40.0):
             nn.init.constant_(model[0].bias, bias)
-            scaler.scale(model(torch.ones(2, 2)).sum()).backward()
-            scaler.step(optimizer)
-            scaler.update()
+            scaled_step(scaler, optimizer, model(torch.ones(2, 2)).sum())
     told = first(watch, "step", "loss_scale", "input_amax", "op", "op_step")
     assert told == (0, 8.0, 20.0, "exp", 1)
     wanted = "step 0: output of '1' is Inf in float16 from values up to 20 and made by exp (as step 1 showed)"

@@ -305,10 +305,9 @@ def test_a_guess_that_was_wrong_leaves_no_blame():
 
 def test_a_layer_whose_weight_gradient_overflows_is_told_from_the_layer_before_it():
     """FP16: dw of the second layer is 2 x 1000 x 100; its dx is small, and overflows only in the first layer's dx."""
-    first, second = nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False)
-    nn.init.constant_(first.weight, 2e4)
-    nn.init.constant_(second.weight, 1e-3)
-    model = nn.Sequential(first, second).half()
+    model = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(2))).half()
+    for layer, weight in zip(model, (2e4, 1e-3), strict=True):
+        nn.init.constant_(layer.weight, weight)  # pyright: ignore[reportArgumentType]
     x = torch.full((2, 8), 0.00625, dtype=torch.half, requires_grad=True)
     with find_overflow(model) as watch:
         (model(x) * 100).sum().backward()

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from scaled_run import scaled_step
 from torch import nn
 
 from fp8engine.amp.master import MasterWeights
@@ -157,9 +158,6 @@ def test_under_master_weights_the_scaler_unscales(kind: Any):
     weight = nn.Parameter(torch.ones(2, dtype=torch.float16))
     optimizer, scaler = MasterWeights(Optional([weight], lr=2.0**-10)), kind("cpu", 16.0)
     for factor in (2.0, math.inf):
-        optimizer.zero_grad()
-        scaler.scale((weight.float() * factor).sum()).backward()
-        scaler.step(optimizer)
-        scaler.update()
+        scaled_step(scaler, optimizer, (weight.float() * factor).sum())
     assert weight.tolist() == [1 - 2.0**-9] * 2
     assert scaler.get_scale() == 8.0

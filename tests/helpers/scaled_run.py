@@ -52,3 +52,12 @@ class Run:
         """What an iteration can change."""
         state = self.scaler.state_dict()
         return state["scale"], state["_growth_tracker"], self.weight.tolist()
+
+
+def scaled_step(scaler: Any, optimizer: Any, loss: torch.Tensor) -> Any:
+    """One iteration; what the optimizer's step returned."""
+    optimizer.zero_grad()
+    scaler.scale(loss).backward()
+    result = scaler.step(optimizer)
+    scaler.update()
+    return result
