@@ -153,7 +153,7 @@ def test_a_half_model_is_compared_with_itself_in_fp32():
 
 
 def test_a_layer_that_only_one_precision_runs_diverges():
-    model = Part(lambda x: (model.high if x.dtype == torch.float32 else model.low)(x))
+    model: Any = Part(lambda x: (model.high if x.dtype == torch.float32 else model.low)(x))
     model.low, model.high = nn.Identity(), nn.Identity()
     around = nn.Sequential(nn.Linear(4, 4), model)
     notes = {layer.name: layer.note for layer in compare(around, torch.eye(4)).layers}

@@ -182,9 +182,9 @@ def test_excluded_layers_stay_in_fp32(excluded: Any):
         model, ran = Net(), {}
         layers, scaler = [excluded, model.down], GradScaler("cpu", 16.0)
         model, optimizer = decorate(model, sgd(model), level=level, excluded_layers=layers, scaler=scaler)
-        for name, module in model.named_modules():
-            if isinstance(module, nn.Linear):
-                module.register_forward_hook(lambda m, args, y, name=name, ran=ran: ran.update({name: y.dtype}))
+        linears: Any = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+        for name, module in linears.items():
+            module.register_forward_hook(lambda m, args, y, name=name, ran=ran: ran.update({name: y.dtype}))
         optimizer.backward(model(data()[0])["y"].square().mean())
         optimizer.step()
         assert {name for name, dtype in ran.items() if dtype == torch.float32} == {"down", *EXCLUDED[excluded]}

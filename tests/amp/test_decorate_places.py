@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from amp_common import leave
 from torch import nn
 
+from benchmarks.distributed.processes import run
 from fp8engine.amp.decorate import _check_precision, decorate
 from fp8engine.amp.master import MasterWeights
 from fp8engine.amp.scaled import ScaledOptimizer
@@ -143,38 +143,26 @@ def test_fp16_needs_no_triton_and_no_bf16():
     assert done.returncode == 0, done.stderr
 
 
-def rank(number: int, folder: str, level: str) -> None:
+def work(rank: int, ranks: int, level: str) -> list:
     """One of two processes; rank 1's gradient overflows once, and both must skip."""
-    torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/{level}", rank=number, world_size=2)
     model, optimizer = decorate(model := net(), sgd(model), level=level, scaler=GradScaler("cpu", 256.0))
     parallel = nn.parallel.DistributedDataParallel(model)
     x = torch.randn(4, 16, 8, generator=torch.Generator().manual_seed(7))
     for step in range(4):
         optimizer.zero_grad()
         for half in x[step].chunk(2):  # two backward passes a step
-            loss = (parallel(half.chunk(2)[number]) - 1).square().mean() / 2
-            optimizer.backward(loss * (torch.inf if step == 1 and number == 1 else 1.0))
+            loss = (parallel(half.chunk(ranks)[rank]) - 1).square().mean() / 2
+            optimizer.backward(loss * (torch.inf if step == 1 and rank == 1 else 1.0))
         optimizer.clip_grad_norm_(10.0)
         optimizer.step()
-    torch.save([optimizer.scaler.stats.skipped, *(p.detach() for p in model.parameters())], f"{folder}/{level}{number}")
-    leave()
+    return [optimizer.scaler.stats.skipped, *(p.detach() for p in model.parameters())]
 
 
 @pytest.mark.few(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("level", ["O1", "O2"])
-def test_under_distributed_data_parallel(tmp_path: Path, level: str):
-    paths = [str(Path(__file__).parent), str(ROOT / "examples")]
-    code = f"import sys; sys.path[:0] = {paths!r}; import test_decorate_places as t; t.rank"
-    ranks = [
-        subprocess.Popen([sys.executable, "-c", f"{code}({n}, {str(tmp_path)!r}, {level!r})"], stderr=subprocess.PIPE)
-        for n in (0, 1)
-    ]
-    for process in ranks:
-        _, errors = process.communicate(timeout=120)
-        assert process.returncode == 0, errors.decode()
-    first, second = (torch.load(tmp_path / f"{level}{n}") for n in (0, 1))
+def test_under_distributed_data_parallel(level: str):
+    first, second = run(work, 2, level)
     assert first[0] == second[0] == 1
     assert all(torch.equal(a, b) for a, b in zip(first[1:], second[1:], strict=True))
     assert not torch.equal(first[1], net().down.weight.to(first[1].dtype))

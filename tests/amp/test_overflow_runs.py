@@ -158,7 +158,12 @@ def test_a_compiled_model_stays_compiled_after_a_pass_watched_op_by_op():
     assert watch.first() is None
 
 
-READINGS = {"NaN": (math.nan, math.nan), "Inf": (0, math.inf), "finite": (-1, 1), "-Inf": (-math.inf, 1)}
+READINGS: dict[str, tuple[float, float]] = {
+    "NaN": (math.nan, math.nan),
+    "Inf": (0, math.inf),
+    "finite": (-1, 1),
+    "-Inf": (-math.inf, 1),
+}
 
 
 @pytest.mark.parametrize(

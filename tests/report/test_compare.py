@@ -28,8 +28,12 @@ TOKENS = Tokens(lambda text: [], pad=0, mask=63)
 
 def t5() -> nn.Module:
     size: dict[str, Any] = {"d_model": 32, "d_kv": 16, "d_ff": 64, "num_layers": 1, "num_heads": 2}
-    config = transformers.T5Config(**size, vocab_size=64, pad_token_id=0, decoder_start_token_id=0)
-    return transformers.T5ForConditionalGeneration(config)
+    size |= {"vocab_size": 64, "pad_token_id": 0, "decoder_start_token_id": 0}
+    return transformers.T5ForConditionalGeneration(transformers.T5Config(**size))
+
+
+def compared(model: nn.Module, made: Any, *recipes: str) -> list[Any]:
+    return compare_recipes(model, made, recipes).results
 
 
 def masked_bert() -> nn.Module:
@@ -50,7 +54,7 @@ def converted(model: nn.Module, recipe: str) -> Any:
 @pytest.mark.parametrize("make", [tiny_models.llama, masked_bert, t5], ids=["causal", "masked", "seq2seq"])
 def test_losses_and_agreement_are_those_of_the_models_own_loss(make):
     model = make().eval()
-    made = batches(model, IDS, TOKENS, size=2)
+    made: Any = batches(model, IDS, TOKENS, size=2)
     found = compare_recipes(model, made, ["rowwise"])
     twin = converted(model, "rowwise")
     sums, count, same = {"own": 0.0, "rowwise": 0.0}, 0, 0
@@ -84,8 +88,8 @@ def test_padding_changes_nothing():
     64 terms move 10 log10(noise) by less than 64 * 2^-20 * 10 / ln 10 = 3e-4 dB.
     """
     model = encoder()
-    padded = compare_recipes(model, batches(model, IDS, TOKENS, size=4), ["rowwise"]).results[0]
-    single = compare_recipes(model, batches(model, IDS, TOKENS, size=1), ["rowwise"]).results[0]
+    padded = compared(model, batches(model, IDS, TOKENS, size=4), "rowwise")[0]
+    single = compared(model, batches(model, IDS, TOKENS, size=1), "rowwise")[0]
     assert padded.cosine.value == pytest.approx(single.cosine.value, abs=1e-6)
     assert padded.least_cosine == pytest.approx(single.least_cosine, abs=1e-6)
     # Behind several layers a value on the edge between two codes may fall to the other side: of 640 elements, a few.
@@ -101,7 +105,7 @@ def test_cosines_are_of_each_texts_mean():
         ids = [torch.tensor([one]) for one in IDS]
         pairs = [(twin(input_ids=one)[0].double().mean(1), model(input_ids=one)[0].double().mean(1)) for one in ids]
     want = [F.cosine_similarity(low, high).item() for low, high in pairs]
-    (result,) = compare_recipes(model, batches(model, IDS, TOKENS, size=1), ["current"]).results
+    (result,) = compared(model, batches(model, IDS, TOKENS, size=1), "current")
     assert result.cosine.value == pytest.approx(sum(want) / 4, abs=1e-12)
     assert result.least_cosine == pytest.approx(min(want), abs=1e-12)
     assert (result.loss, result.top1) == (None, None)
@@ -109,8 +113,9 @@ def test_cosines_are_of_each_texts_mean():
 
 def test_a_classifiers_answers_agree_or_not():
     model = tiny_models.bert().eval()
+    batch: Any
     (batch,) = batches(model, IDS, TOKENS)
-    (result,) = compare_recipes(model, [batch], ["current"]).results
+    (result,) = compared(model, [batch], "current")
     low, high = converted(model, "current")(**batch.inputs).logits, model(**batch.inputs).logits
     assert result.top1.value == ((low.argmax(-1) == high.argmax(-1)).sum() / 4).item()
     assert result.sqnr_db == pytest.approx(sqnr(high, low), abs=1e-9)
@@ -119,8 +124,8 @@ def test_a_classifiers_answers_agree_or_not():
 def test_a_layers_two_sqnrs():
     """Of the second layer: alone it sees the model's own input, in the model that of the first one's FP8 output."""
     model = nn.Sequential(nn.Embedding(256, 32), nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 16))
-    made = batches(model, [list(b"some bytes")], BYTES)
-    (result,) = compare_recipes(model, made, ["current"]).results
+    made: Any = batches(model, [list(b"some bytes")], BYTES)
+    (result,) = compared(model, made, "current")
     twin = converted(model, "current")
     with torch.no_grad():
         (x,) = made[0].inputs
@@ -142,16 +147,16 @@ def test_a_planted_bad_layer_is_found(recipe: str):
     with torch.no_grad():
         layer.post_attention_layernorm.weight[0] = 0
         layer.mlp.gate_proj.weight[:, 0] = 1e6
-    (result,) = compare_recipes(model, batches(model, IDS, TOKENS), [recipe]).results
+    (result,) = compared(model, batches(model, IDS, TOKENS), recipe)
     worst = result.worst()
     assert worst is not None
     assert worst.name == "model.layers.1.mlp.gate_proj"
     assert worst.own_sqnr_db == pytest.approx(0, abs=1e-6)  # y' = 0: the noise is the signal
     others = [one for one in result.layers if one.recipe != "none" and one is not worst]
     assert len(others) == 13
-    assert min((one.own_sqnr_db or 0) for one in others) > 20
+    assert min(one.own_sqnr_db for one in others) > 20
     down = next(one for one in result.layers if one.name == "model.layers.1.mlp.down_proj")
-    assert (down.sqnr_db or 0) < 5 < 20 < (down.own_sqnr_db or 0)  # a victim, not guilty
+    assert down.sqnr_db < 5 < 20 < down.own_sqnr_db  # a victim, not guilty
 
 
 class Odd(nn.Module):
@@ -228,12 +233,12 @@ def test_layers_left_alone_are_said_once_for_all_recipes_that_leave_them():
 @pytest.mark.parametrize("make", [tiny_models.gpt2, tiny_models.albert, tiny_models.mixtral, t5])
 def test_every_family_runs_and_every_layer_is_listed(make):
     model = make()
-    (result,) = compare_recipes(model, batches(model, IDS, TOKENS), ["current"]).results
+    (result,) = compared(model, batches(model, IDS, TOKENS), "current")
     names = {layer.name for layer in result.layers}
     modules = dict(model.named_modules())
     assert names <= set(modules)
     assert {n for n, m in modules.items() if isinstance(m, nn.Linear) or type(m).__name__ == "Conv1D"} <= names
-    assert all((layer.own_sqnr_db or 0) > 20 for layer in result.layers if layer.recipe != "none")
+    assert all(layer.own_sqnr_db > 20 for layer in result.layers if layer.recipe != "none")
     assert result.sqnr_db > 6  # noise under half of the signal
 
 

@@ -3,7 +3,7 @@
 import dataclasses
 import random
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -187,18 +187,10 @@ def test_torchs_own_attention_and_encoder():
 
 
 def test_a_tied_weight_belongs_to_the_module_that_runs():
-    class Head(nn.Module):
-        def __init__(self, weight: nn.Parameter):
-            super().__init__()
-            self.weight = weight
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return F.linear(x, self.weight)
-
+    head: Any = Part(lambda x: F.linear(x, head.weight))
     embedding = nn.Embedding(5, K)
-    layers = flow.record(
-        nn.Sequential(embedding, Head(cast(nn.Parameter, embedding.weight))), torch.tensor([[1, 2]])
-    ).layers
+    head.weight = embedding.weight
+    layers = flow.record(nn.Sequential(embedding, head), torch.tensor([[1, 2]])).layers
     assert {name: layer.kinds for name, layer in layers.items()} == {"1": ("output",)}
     assert layers["1"].producer == (Consumer("embedding", "0"),)
 
@@ -213,8 +205,7 @@ def test_where_no_numbers_are_and_where_gradients_never_were():
 
 
 def test_under_autocast_and_under_compile():
-    plain = recorded(swiglu, 2 * K)
-    model = Model(swiglu, 2 * K)
+    plain, model = recorded(swiglu, 2 * K), Model(swiglu, 2 * K)
     with torch.autocast("cpu", torch.bfloat16):
         assert flow.record(model, torch.randn(2, 4, K)) == plain
     model.compile(backend="eager")
@@ -223,12 +214,8 @@ def test_under_autocast_and_under_compile():
 
 def test_recorded_forward_computes_what_a_plain_one_does():
     seen = []
-
-    def function(m, x):
-        seen.append(m.b(by_hand(m, x) + attention(m, x).transpose(1, 2).flatten(-2)))
-        return seen[-1]
-
-    model, x = Model(function).eval(), torch.randn(2, 4, K)
+    mixed = lambda m, x: m.b(by_hand(m, x) + attention(m, x).transpose(1, 2).flatten(-2))  # noqa: E731
+    model, x = Model(lambda m, x: seen.append(mixed(m, x))).eval(), torch.randn(2, 4, K)
     flow.record(model, x)
     with torch.no_grad():
         model(x)
@@ -243,35 +230,22 @@ def test_a_layer_called_twice():
 
 
 def test_layers_that_read_one_tensor():
+    """A view is the same tensor; one that is written between two readers is not."""
+
     def function(m, x):
         y = m.norm(x)
-        return m.a(y) + m.b(y.view(8, K)).view(2, 4, K), m.c(y + 1)
+        return m.a(y) + m.b(y.view(8, K)).view(2, 4, K), m.c(y.add_(1.0))
 
     layers = recorded(function).layers
-    assert layers["a"].shares_input_with == ("b",)
-    assert layers["b"].shares_input_with == ("a",)
-    assert layers["c"].shares_input_with == ()
-
-
-def test_a_tensor_written_between_two_readers_is_not_one_tensor():
-    def function(m, x):
-        y = m.norm(x)
-        return m.a(y), m.b(y.add_(1.0))
-
-    assert recorded(function).layers["a"].shares_input_with == ()
+    assert [layers[name].shares_input_with for name in "abc"] == [("b",), ("a",), ()]
 
 
 def test_outputs_in_dataclasses_dicts_and_lists():
-    @dataclasses.dataclass
-    class Result:
-        scores: torch.Tensor
-        more: dict
-
-    names = {
-        layer: [(c.kind, c.name) for c in found.consumers]
-        for layer, found in recorded(lambda m, x: Result(m.a(x), {"b": [m.b(x), 3, None]})).layers.items()
-    }
-    assert names == {"a": [("output", "scores")], "b": [("output", "more.b[0]")], "c": []}
+    result = dataclasses.make_dataclass("result", ["scores", "more"])
+    layers = recorded(lambda m, x: result(m.a(x), {"b": [m.b(x), 3, None]})).layers
+    assert [(c.kind, c.name) for c in layers["a"].consumers] == [("output", "scores")]
+    assert [(c.kind, c.name) for c in layers["b"].consumers] == [("output", "more.b[0]")]
+    assert (layers["c"].calls, layers["c"].consumers) == (0, ())
 
 
 @pytest.mark.parametrize("given", [torch.ones(1, 4, K), (torch.ones(1, 4, K),), [torch.ones(1, 4, K)], "keywords"])
@@ -279,12 +253,6 @@ def test_inputs_as_convert_takes_them(given: Any):
     given = {"x": torch.ones(1, 4, K)} if given == "keywords" else given
     (made,) = flow.record(Model(lambda m, x: m.a(x)), given).layers["a"].producer
     assert made == Consumer("input", "x" if isinstance(given, dict) else "[0]")
-
-
-def test_a_model_that_is_one_layer_and_a_layer_that_never_ran():
-    assert flow.record(nn.Linear(K, K), torch.ones(1, K)).layers[""].kinds == ("output",)
-    layer = flow.record(Model(lambda m, x: m.a(x)), torch.ones(1, K)).layers["b"]
-    assert (layer.calls, layer.consumers) == (0, ())
 
 
 def test_fused_modules_say_what_is_inside():
@@ -324,25 +292,23 @@ def test_nothing_is_left_behind_even_where_the_forward_fails():
         random.random()
         raise ArithmeticError("the model's own")
 
+    def left() -> list:
+        hooks = [(len(m._forward_hooks), len(m._forward_pre_hooks)) for m in model.modules()]
+        return [hooks, random.getstate(), torch.backends.mha.get_fastpath_enabled(), _get_current_dispatch_mode()]
+
     model = converted(Model(fails), "delayed")
     model.b.eval()
-    hooks = [(len(m._forward_hooks), len(m._forward_pre_hooks)) for m in model.modules()]
-    before = tables(model), torch.get_rng_state(), random.getstate(), torch.backends.mha.get_fastpath_enabled()
+    before, others = [*tables(model), torch.get_rng_state()], left()
     with pytest.raises(ArithmeticError, match="the model's own"):
         flow.record(model, torch.ones(1, K))
-    assert [(len(m._forward_hooks), len(m._forward_pre_hooks)) for m in model.modules()] == hooks
-    assert same(tables(model), before[0])
+    assert same([*tables(model), torch.get_rng_state()], before)
+    assert left() == others
     assert not state_of(model).begun
-    assert torch.equal(torch.get_rng_state(), before[1])
-    assert random.getstate() == before[2]
-    assert torch.backends.mha.get_fastpath_enabled() == before[3]
-    assert model.training
-    assert not model.b.training
-    assert numerics_of(model.a).ran is None
-    assert _get_current_dispatch_mode() is None
+    assert (model.training, model.b.training, numerics_of(model.a).ran) == (True, False, None)
 
 
-def test_the_models_own_error_for_inputs_that_do_not_fit():
+def test_a_model_that_is_one_layer_and_what_is_refused():
+    assert flow.record(nn.Linear(K, K), torch.ones(1, K)).layers[""].kinds == ("output",)
     with pytest.raises(RuntimeError, match="mat1 and mat2 shapes cannot be multiplied"):
         flow.record(nn.Linear(K, K), torch.ones(2, K + 1))
     with pytest.raises(fe.errors.ConversionError, match="give example_inputs"):

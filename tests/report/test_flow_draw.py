@@ -44,8 +44,8 @@ def picture(found: flow.Flow) -> Picture:
     root, kinds = ElementTree.fromstring(found.to_svg()), {ink.fill: kind for kind, ink in INK.items()}
 
     def box(rect: ElementTree.Element) -> Box:
-        numbers = [float(rect.attrib[key]) for key in ("x", "y", "width", "height")]
-        return Box(*numbers, kinds.get(rect.attrib["fill"], ""))
+        x, y, width, height = (float(rect.attrib[key]) for key in ("x", "y", "width", "height"))
+        return Box(x, y, width, height, kinds.get(rect.attrib["fill"], ""))
 
     curves = []
     for path in root.iterfind(f"{SVG}path"):

@@ -73,7 +73,7 @@ SIZE["intermediate_size"] = 64
 
 def jetmoe() -> Any:
     """Its experts are called `weight`; the one layer in FP8 projects k and v."""
-    routed = {"num_local_experts": 4, "num_experts_per_tok": 2}
+    routed: dict[str, Any] = {"num_local_experts": 4, "num_experts_per_tok": 2}
     return hf.JetMoeForCausalLM(hf.JetMoeConfig(**SIZE, **routed, num_key_value_heads=2, kv_channels=16))
 
 

@@ -149,7 +149,7 @@ def test_nested_numbers_fold_where_all_are_equal():
 
 
 def test_the_commands_fold_too(tmp_path: Path):
-    model = llama(num_hidden_layers=5, num_key_value_heads=2)
+    model: Any = llama(num_hidden_layers=5, num_key_value_heads=2)
     model.save_pretrained(tmp_path / "model")
     text = shown("inspect", tmp_path / "model", "--override", "*.2.mlp.up_proj=bf16")
     found = rows(text)
