@@ -50,7 +50,7 @@ def test_the_layer_that_overflows_is_named(at: int):
     assert first is not None
     assert (first.name, first.kind, first.nonfinite_high) == (f"{at}.1", "Part", 0)
     assert first.nonfinite_low > 0
-    text, values = found.table(), found.to_dict()
+    text, values = str(found), found.to_dict()
     assert f"first divergence: {at}.1 (Part)" in text
     assert "first to diverge" in text
     assert "(model)" in text

@@ -232,22 +232,15 @@ def test_doctor_says_when_our_matmuls_were_not_measured_on_such_a_card(ratio, no
     assert all("python -m benchmarks.tune --write" in note for note in found)
 
 
-class Small(nn.Module):
-    """Three linear layers, the last a head."""
-
-    def __init__(self):
-        super().__init__()
-        self.up, self.down, self.lm_head = nn.Linear(32, 96), nn.Linear(96, 32), nn.Linear(32, 64)
-
-
 @pytest.fixture
 def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with a user's module, which `inspect` is called in."""
+    """A folder with a user's module of three linear layers, the last a head, which `inspect` is called in."""
     (tmp_path / "models.py").write_text(
-        "from test_cli import Small\nsmall = Small\nmade = Small()\n"
-        "def number(): return 7\ndef fails(): raise KeyError('weights')\n"
+        "from torch import nn\n"
+        "sizes = {'up': (32, 96), 'down': (96, 32), 'lm_head': (32, 64)}\n"
+        "def small(): return nn.ModuleDict({name: nn.Linear(*size) for name, size in sizes.items()})\n"
+        "made = small()\ndef number(): return 7\ndef fails(): raise KeyError('weights')\n"
     )
-    monkeypatch.setitem(sys.modules, "test_cli", sys.modules[__name__])
     monkeypatch.chdir(tmp_path)
     monkeypatch.delitem(sys.modules, "models", raising=False)
     return tmp_path
