@@ -142,8 +142,7 @@ def odd() -> nn.Module:
         safe = torch.where(found["distance"] > 0, found["distance"].detach().log(), torch.zeros(()))
         return fc(x.flatten(1)) + safe[:, None] + found["index"][:, None] * 0
 
-    model = Part(forward)
-    model.fc, model.near = fc, near
+    model = Part(forward, fc=fc, near=near)
     return model
 
 

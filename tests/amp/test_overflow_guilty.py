@@ -34,8 +34,7 @@ def negative(kind: str) -> nn.Module:
 def test_an_overflow_to_minus_inf_is_its_makers_and_not_the_next_layers(kind: str, residual: bool, mode: str):
     """Also where -Inf goes on by the forward of the module around, beside which another part is finite."""
     part, other = negative(kind), nn.Linear(4, 4)
-    around = Part(lambda x: other(x) + part(x) if residual else part(x))
-    around.other, around.part = other, part
+    around = Part(lambda x: other(x) + part(x) if residual else part(x), other=other, part=part)
     model = nn.Sequential(around, nn.LeakyReLU(), nn.LayerNorm(4))
     with find_overflow(model, mode=mode) as watch, torch.autocast("cpu", torch.float16), torch.no_grad():
         for _ in range(3):
@@ -50,10 +49,8 @@ def test_a_mask_that_did_no_harm_is_not_blamed_for_what_overflows_after_it():
     mask, weigh = Part(lambda x: x.masked_fill(x > 0, -torch.inf)), Part(lambda x: x.softmax(-1))
     blocked = Part(lambda _: torch.tensor([0.0, -torch.inf]))
     large = Part(lambda x: (x[0].abs().sum() + x[1].clamp(min=0)).half() * 6e4 * 6e4)
-    inside = Part(lambda x: weigh(mask(x)).half() * 6e4 * 6e4)
-    inside.mask, inside.weigh = mask, weigh
-    along = Part(lambda x: large((x, blocked((x > 0).int()))))
-    along.blocked, along.large = blocked, large
+    inside = Part(lambda x: weigh(mask(x)).half() * 6e4 * 6e4, mask=mask, weigh=weigh)
+    along = Part(lambda x: large((x, blocked((x > 0).int()))), blocked=blocked, large=large)
     for model, layer in ((inside, ""), (along, "large")):
         with find_overflow(model) as watch:
             model(torch.tensor([[-1.0, 1.0]]))

@@ -30,8 +30,7 @@ def test_modules_called_in_threads():
             return sum(pool.map(lambda part: part(x), parts))
 
     for mode in ("counters", "ops"):
-        model = Part(forward)
-        model.parts = parts
+        model = Part(forward, parts=parts)
         with find_overflow(model, mode=mode) as watch:
             for _ in range(3):
                 model(torch.ones(2, 4)).sum().backward()

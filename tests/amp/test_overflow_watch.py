@@ -157,8 +157,7 @@ def test_victims_are_not_named_and_the_report_says_who_is_who():
 
 def test_two_culprits_in_one_pass_are_both_named_the_first_first():
     parts: Any = nn.ModuleDict({"a": Part(lambda x: x / 0), "b": Part(lambda x: (x * 1e6).half())})
-    both = Part(lambda x: parts["a"](x).clamp(0, 1).nan_to_num() + parts["b"](x))
-    both.parts = parts
+    both = Part(lambda x: parts["a"](x).clamp(0, 1).nan_to_num() + parts["b"](x), parts=parts)
     with find_overflow(both, mode="ops") as watch:
         both(torch.ones(2, 2))
     watch.first()
@@ -179,8 +178,7 @@ def test_what_an_op_made_and_no_output_shows_is_told_as_hidden(masked: bool):
     """Also after a part was given a mask, which is no overflow: 1 / Inf hides what the forward around it makes."""
     part = Part(lambda x: x.softmax(-1))
     given = (lambda x: x.masked_fill(x > 0, -torch.inf)) if masked else nn.Identity()
-    model = Part(lambda x: part(given(x)) + 1 / (1 + torch.exp(x.half() * 12)))
-    model.part = part
+    model = Part(lambda x: part(given(x)) + 1 / (1 + torch.exp(x.half() * 12)), part=part)
     with find_overflow(model, mode="ops") as watch:
         model(torch.tensor([[-1.0, 1.0]]))
     assert watch.first() is None
@@ -289,8 +287,7 @@ def test_a_guess_that_was_wrong_leaves_no_blame():
         x = embed(x)
         return root(x) + twice(x)
 
-    model = Part(fork)
-    model.embed, model.root, model.twice = embed, root, twice
+    model = Part(fork, embed=embed, root=root, twice=twice)
     with find_overflow(model) as watch:
         for number in range(4):
             model(torch.ones(2, 4)).sum().backward()

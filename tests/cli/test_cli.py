@@ -14,7 +14,6 @@ import torch
 import transformers
 from command_line import call, refused, shown, told
 from support import converted
-from torch import nn
 
 import fp8engine
 from fp8engine.cli import checks

@@ -16,11 +16,13 @@ WIDTH = 16
 
 
 class Part(nn.Module):
-    """A function as a module."""
+    """A function as a module, which holds these parts."""
 
-    def __init__(self, function: Callable[[Any], Any]):
+    def __init__(self, function: Callable[[Any], Any], **parts: nn.Module):
         super().__init__()
         self.function: Callable[[Any], Any] = function
+        for name, part in parts.items():
+            self.add_module(name, part)
 
     def forward(self, x):
         return self.function(x)

@@ -264,8 +264,7 @@ def test_fused_modules_say_what_is_inside():
         x = x + attention(x)
         return x + mlp(torch.tanh(linear(x)))
 
-    model = Part(forward)
-    model.attention, model.first, model.mlp = attention, linear, mlp
+    model = Part(forward, attention=attention, first=linear, mlp=mlp)
     layers = flow.record(model, torch.randn(2, 4, 32)).layers
     for name in ("q_proj", "k_proj", "v_proj"):
         assert layers[f"attention.{name}"].kinds == ("softmax",)
@@ -279,8 +278,7 @@ def test_fused_modules_say_what_is_inside():
 
 def test_experts_in_one_module():
     up, down = (fe.GroupedLinear(2, 32, 32, recipe="rowwise") for _ in range(2))
-    model = Part(lambda x: down(F.gelu(up(x, [3, 1])), [3, 1]))
-    model.up, model.down = up, down
+    model = Part(lambda x: down(F.gelu(up(x, [3, 1])), [3, 1]), up=up, down=down)
     layers = flow.record(model, torch.randn(4, 32)).layers
     assert layers["up"].consumers == layers["down"].producer == (Consumer("activation", "aten.gelu"),)
     assert layers["down"].kinds == ("output",)

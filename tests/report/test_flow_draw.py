@@ -99,8 +99,7 @@ def test_a_table_has_one_row_for_layers_that_differ_in_their_blocks_alone(family
 
 def test_a_table_says_what_never_ran_and_what_nothing_reads():
     unread = nn.Linear(2, 2)
-    model = Part(lambda x: (unread(x), x)[1])
-    model.unread, model.never = unread, nn.Linear(2, 2)
+    model = Part(lambda x: (unread(x), x)[1], unread=unread, never=nn.Linear(2, 2))
     text = str(flow.record(model, torch.ones(1, 2)))
     assert "nothing reads it" in text
     assert "never ran" in text
@@ -147,8 +146,7 @@ def test_boxes_do_not_overlap_and_edges_lead_down(family: str):
 def test_a_chain_is_straight():
     """Boxes of a chain stand above each other to a pixel, beside a residual's way."""
     parts = nn.Sequential(*(part for _ in range(4) for part in (nn.Linear(4, 4), nn.GELU())))
-    chain = Part(lambda x: x + parts(x))
-    chain.parts = parts
+    chain = Part(lambda x: x + parts(x), parts=parts)
     middles = [box.x + box.width / 2 for box in picture(flow.record(chain, torch.ones(1, 4))).boxes]
     assert max(middles) - min(middles) < 12  # the residual's way pulls a little, and a box is at least 30 wide
 

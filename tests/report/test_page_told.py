@@ -121,8 +121,7 @@ def test_words_are_explained_in_the_glossarys_own_sentences():
 def test_the_flow_has_residual_lines_formats_and_a_dark_form():
     def block() -> nn.Module:
         layers = nn.Sequential(OrderedDict(up=nn.Linear(16, 32), act=nn.ReLU(), down=nn.Linear(32, 16)))
-        residual = Part(lambda x: x + layers(x))
-        residual.mlp = layers
+        residual = Part(lambda x: x + layers(x), mlp=layers)
         return residual
 
     model = converted(nn.Sequential(*(block() for _ in range(3))), "current", overrides={"1.mlp.up": "bf16"})
