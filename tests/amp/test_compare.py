@@ -186,7 +186,12 @@ def test_differences_add_up_over_tensors():
     want, got = (torch.cat([tensor.double().flatten() for tensor in tensors]) for tensors in (high, low))
     error = ((got - want).norm() / want.norm()).item()
     assert found.error == pytest.approx(error, rel=64 * 2.0**-53)  # two sums of 19 squares, in another order
-    assert found.sqnr_db == pytest.approx(-20 * math.log10(error))
+    assert found.sqnr_db_or_none == found.sqnr_db == pytest.approx(-20 * math.log10(error))
+    assert Difference().sqnr_db_or_none is None
+    for missing in (None, torch.ones(3)):  # one without its counterpart compares nothing
+        found.comparable = True
+        found.add(torch.ones(2), missing)
+        assert found.sqnr_db_or_none is None
 
 
 @pytest.mark.parametrize(

@@ -109,7 +109,7 @@ def test_a_fixed_recipe_has_a_point_for_each_write(tmp_path):
 
 
 def test_without_the_package_it_says_what_to_install(tmp_path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard.writer", None)
     with pytest.raises(ReportError, match=r"tensorboard.*pip install 'fp8engine\[report\]'"):
         Writer(tmp_path)
     monkeypatch.undo()
