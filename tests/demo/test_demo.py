@@ -80,7 +80,8 @@ def test_a_recipe_changes_neither_bytes_nor_first_weights():
     for recipe in ("fp32", "current", "fp16"):
         one, seen[recipe] = trainer(recipe), []
         first[recipe] = [parameter.detach().clone() for parameter in one.model.parameters()]
-        one.model.register_forward_pre_hook(lambda _, args, into=seen[recipe]: into.append(args[0]))
+        model: Any = one.model
+        model.register_forward_pre_hook(lambda _, args, into=seen[recipe]: into.append(args[0]))
         for _ in range(3):
             one.step()
     for recipe in ("current", "fp16"):

@@ -73,7 +73,7 @@ def test_losses_and_agreement_are_those_of_the_models_own_loss(make):
         same += int((own.logits.argmax(-1) == low.logits.argmax(-1))[asked].sum())
     # FP32 sums of at most 20 losses in another order: 20 roundings of 2^-24, relative.
     assert found.loss == pytest.approx(sums["own"] / count, rel=20 * 2**-24)
-    (result,) = found.results
+    result: Any = found.results[0]
     assert result.loss == pytest.approx(sums["rowwise"] / count, rel=20 * 2**-24)
     assert result.loss != found.loss
     assert result.top1.value == same / count

@@ -214,13 +214,13 @@ def test_alarms_are_in_the_report_everywhere():
 
 def test_what_cannot_be_drawn_or_written_is_refused(tmp_path):
     model, losses = trained("current", steps=1)
-    report, options = fe.inspect(model), dict[str, Any]()
-    for options, told in (
-        ({"losses": ["a"]}, "one number a training step"), ({"losses": []}, "leave losses= out"),
-        ({"losses": 3.0}, "one number a training step"), ({"flow": "graph"}, "flow: str has no to_svg"),
+    report: Any = fe.inspect(model)
+    for option, value, told in (
+        ("losses", ["a"], "one number a training step"), ("losses", 3.0, "one number a training step"),
+        ("losses", [], "leave losses= out"), ("flow", "graph", "flow: str has no to_svg"),
     ):  # fmt: skip
         with pytest.raises(ReportError, match=told):
-            report.to_html(tmp_path / "page.html", **options)
+            report.to_html(tmp_path / "page.html", **{option: value})
     with pytest.raises(ReportError, match=r"cannot write .*nowhere/page.html: No such file"):
         report.to_html(tmp_path / "nowhere" / "page.html")
     with pytest.raises(ReportError, match="cannot write"):
