@@ -4,27 +4,19 @@ import copy
 import json
 import math
 import random
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from overflow_cases import Part
 from torch import nn
 
 from fp8engine.amp.compare import compare
 from fp8engine.amp.decorate import decorate
+from fp8engine.amp.difference import Difference
 from fp8engine.amp.lists import OpLists
 from fp8engine.errors import StateError, UnsupportedDtype
-
-
-class Scale(nn.Module):
-    """x times a number, in x's dtype."""
-
-    def __init__(self, by: float):
-        super().__init__()
-        self.by = by
-
-    def forward(self, x):
-        return x * self.by
 
 
 def test_errors_are_those_of_float64():
@@ -46,25 +38,30 @@ def test_errors_are_those_of_float64():
     assert found.threshold == 16 * 2.0**-7
 
 
+def scale(by: float) -> nn.Module:
+    return Part(lambda x: x * by)
+
+
 @pytest.mark.parametrize("at", range(4))
 def test_the_layer_that_overflows_is_named(at: int):
-    parts = [nn.Sequential(nn.Linear(4, 4), Scale(1.0)) for _ in range(4)]
-    parts[at][1] = Scale(1e6)
-    model = nn.Sequential(*parts)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), scale(1e6 if i == at else 1.0)) for i in range(4)))
     found = compare(model, torch.ones(2, 4))
     first = found.first()
     assert first is not None
-    assert (first.name, first.kind, first.nonfinite_high) == (f"{at}.1", "Scale", 0)
+    assert (first.name, first.kind, first.nonfinite_high) == (f"{at}.1", "Part", 0)
     assert first.nonfinite_low > 0
-    assert f"first divergence: {at}.1 (Scale)" in str(found)
+    text, values = str(found), found.to_dict()
+    assert f"first divergence: {at}.1 (Part)" in text
+    assert "first to diverge" in text
+    assert "(model)" in text
+    assert values["first"] == f"{at}.1"
+    assert [layer["diverges"] for layer in values["layers"]] == [i > 3 * at for i in range(13)]
+    assert json.loads(json.dumps(values)) == values
 
 
 def test_the_layer_that_loses_its_digits_is_named():
-    class Cancel(nn.Module):
-        def forward(self, x):
-            return (x + 2048) - 2048  # in FP16 the step at 2048 is 2
-
-    model = nn.Sequential(nn.Linear(4, 4), Cancel(), Scale(2.0))
+    """In FP16 the step at 2048 is 2."""
+    model = nn.Sequential(nn.Linear(4, 4), Part(lambda x: (x + 2048) - 2048), scale(2.0))
     first = compare(model, torch.rand(8, 4)).first()
     assert first is not None
     assert first.name == "1"
@@ -73,7 +70,7 @@ def test_the_layer_that_loses_its_digits_is_named():
 
 
 def test_one_element_that_overflows_is_counted_and_left_out_of_the_error():
-    model = nn.Sequential(nn.Identity(), Scale(2.0))
+    model = nn.Sequential(nn.Identity(), scale(2.0))
     x = torch.tensor([[1.0, 2.0, 3.0, 4e4]], dtype=torch.float16)  # 8e4 is over 65504
     layer = compare(model, x).first()
     assert layer is not None
@@ -134,30 +131,17 @@ def test_the_model_the_inputs_and_the_random_numbers_are_left_alone(high: torch.
     assert torch.equal(torch.get_rng_state(), state)
     assert random.getstate() == python_state
     # the same masks and noise in both: others would make errors of about 1, where some ten roundings make 10 * 2^-8
-    assert [(layer.name, layer.call) for layer in found.layers if layer.name == "linear"] == [
-        ("linear", 0),
-        ("linear", 1),
-    ]
+    assert [layer.call for layer in found.layers if layer.name == "linear"] == [0, 1]
     assert all(layer.error is not None and layer.error < 0.2 for layer in found.layers)
 
 
 def test_an_error_in_the_model_leaves_it_alone_too():
-    class Fails(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.norm = nn.BatchNorm1d(4)
-
-        def forward(self, x):
-            self.norm(x)
-            raise ZeroDivisionError
-
-    model = Fails()
+    model: Any = nn.Sequential(nn.BatchNorm1d(4), Part(lambda x: 1 / 0))
     with pytest.raises(ZeroDivisionError):
         compare(model, torch.randn(4, 4), high=torch.float64)
-    assert model.norm.running_mean is not None
-    assert torch.equal(model.norm.running_mean, torch.zeros(4))
-    assert model.norm.weight.dtype == torch.float32
-    assert not model._forward_hooks
+    assert torch.equal(model[0].running_mean, torch.zeros(4))
+    assert model[0].weight.dtype == torch.float32
+    assert not any(module._forward_hooks for module in model.modules())
 
 
 def test_a_half_model_is_compared_with_itself_in_fp32():
@@ -169,36 +153,11 @@ def test_a_half_model_is_compared_with_itself_in_fp32():
 
 
 def test_a_layer_that_only_one_precision_runs_diverges():
-    class Branch(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.low, self.high = nn.Identity(), nn.Identity()
-
-        def forward(self, x):
-            y = x @ x
-            return (self.high if y.dtype == torch.float32 else self.low)(y)
-
-    notes = {layer.name: layer.note for layer in compare(Branch(), torch.eye(4)).layers}
-    assert notes == {"low": "ran in low only", "": "", "high": "ran in high only"}
-
-
-def test_a_surrounding_autocast_keeps_its_gradients():
-    model, x = nn.Linear(4, 4), torch.ones(2, 4)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        compare(model, x, low=torch.bfloat16)
-        model(x).sum().backward()  # a weight cast without gradients and cached would leave none
-    assert model.weight.grad is not None
-
-
-def test_the_table_and_the_dict():
-    model = nn.Sequential(nn.Linear(4, 4), Scale(1e6))
-    found = compare(model, torch.ones(2, 4))
-    text, values = found.table(), found.to_dict()
-    assert "first to diverge" in text
-    assert "(model)" in text
-    assert values["first"] == "1"
-    assert [layer["diverges"] for layer in values["layers"]] == [False, True, True]
-    assert json.loads(json.dumps(values)) == values
+    model: Any = Part(lambda x: (model.high if x.dtype == torch.float32 else model.low)(x))
+    model.low, model.high = nn.Identity(), nn.Identity()
+    around = nn.Sequential(nn.Linear(4, 4), model)
+    notes = {layer.name: layer.note for layer in compare(around, torch.eye(4)).layers}
+    assert notes == {"0": "", "1.low": "ran in low only", "1": "", "": "", "1.high": "ran in high only"}
 
 
 def test_bad_arguments_are_errors():
@@ -211,13 +170,42 @@ def test_bad_arguments_are_errors():
 @pytest.mark.parametrize("level", ["O1", "O2"])
 @pytest.mark.parametrize("part", [False, True])
 def test_a_decorated_model_is_compared_with_fp32(level: str, part: bool):
-    class Bad(nn.Module):
-        def forward(self, x):
-            return (x + 1000) - 1000
-
-    model = nn.Sequential(nn.Linear(8, 8), Bad(), nn.Linear(8, 4))
+    model = nn.Sequential(nn.Linear(8, 8), Part(lambda x: (x + 1000) - 1000), nn.Linear(8, 4))
     decorate(model, level=level)
-    found = compare(nn.Sequential(model) if part else model, torch.randn(16, 8))
-    first = found.first()
+    first = compare(nn.Sequential(model) if part else model, torch.randn(16, 8)).first()
     assert first is not None
     assert (first.name, first.dtypes) == ("0.1" if part else "1", ("FP16", "FP32"))
+
+
+def test_differences_add_up_over_tensors():
+    high = [torch.randn(3, 4), torch.randn(7)]
+    low = [tensor + 1e-3 * torch.randn_like(tensor) for tensor in high]
+    found = Difference()
+    for rows, pair in zip((None, 2), zip(low, high, strict=True), strict=True):
+        found.add(*pair, rows=rows)
+    want, got = (torch.cat([tensor.double().flatten() for tensor in tensors]) for tensors in (high, low))
+    error = ((got - want).norm() / want.norm()).item()
+    assert found.error == pytest.approx(error, rel=64 * 2.0**-53)  # two sums of 19 squares, in another order
+    assert found.sqnr_db_or_none == found.sqnr_db == pytest.approx(-20 * math.log10(error))
+    assert Difference().sqnr_db_or_none is None
+    for missing in (None, torch.ones(3)):  # one without its counterpart compares nothing
+        found.comparable = True
+        found.add(torch.ones(2), missing)
+        assert found.sqnr_db_or_none is None
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "error", "sqnr"),
+    [
+        ([1.0, 2.0], [1.0, 2.0], 0.0, math.inf),
+        ([0.0, 0.0], [0.0, 0.0], 0.0, math.inf),
+        ([1.0, 0.0], [0.0, 0.0], math.inf, -math.inf),
+        ([0.0, math.nan], [3.0, 1.0], 1.0, math.nan),
+    ],
+)
+def test_limits(low: list[float], high: list[float], error: float, sqnr: float):
+    found = Difference()
+    found.add(torch.tensor(low), torch.tensor(high))
+    assert (found.error, found.sqnr_db) == pytest.approx((error, sqnr), rel=0, abs=0, nan_ok=True)
+    assert found.nonfinite_low == sum(map(math.isnan, low))
+    assert found.nonfinite_high == 0

@@ -7,10 +7,12 @@ weights bit for bit, and the parameters their rounding.
 import copy
 import io
 import pickle
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from scaled_run import scaled_step
 from torch import nn
 
 from fp8engine.amp.master import MasterWeights
@@ -44,10 +46,6 @@ def give_gradients(model: nn.Module, step: int) -> None:
         p.grad = torch.randn(p.shape, generator=generator).to(p.dtype)
 
 
-def gradients(optimizer: MasterWeights) -> list[torch.Tensor]:
-    return [m.grad for m in optimizer.master_parameters() if m.grad is not None]
-
-
 def bits(*trees: Any) -> bytes:
     buffer = io.BytesIO()
     torch.save([[t.detach().clone() for t in tree] for tree in trees], buffer)
@@ -75,19 +73,6 @@ def test_masters_are_what_fp32_weights_would_be(name: str, dtype: torch.dtype):
     }
 
 
-def test_small_updates_count_where_fp16_loses_them():
-    """Each is 2^-13, a quarter of FP16's step below 1: rounded to nearest, it is lost."""
-    weights = [nn.Parameter(torch.ones(4, dtype=torch.float16)) for _ in range(2)]
-    plain, masters = (torch.optim.SGD([w], lr=2.0**-13) for w in weights)
-    masters = MasterWeights(masters)
-    for _ in range(1024):
-        for w, optimizer in zip(weights, (plain, masters), strict=True):
-            w.grad = torch.ones_like(w)
-            optimizer.step()
-    assert weights[0].tolist() == [1.0] * 4
-    assert weights[1].tolist() == [1 - 1024 * 2.0**-13] * 4
-
-
 def test_fp32_parameters_are_their_own_masters():
     model = net()
     optimizer = MasterWeights(torch.optim.SGD(model.parameters(), lr=0.1))
@@ -96,45 +81,37 @@ def test_fp32_parameters_are_their_own_masters():
     assert list(optimizer.model_parameters()) == list(model.parameters())
 
 
-@pytest.mark.parametrize("order", ["model first", "optimizer first"])
+def model_first(saved: list, other: nn.Module, resumed: MasterWeights) -> None:
+    other.load_state_dict(saved[0])
+    resumed.load_state_dict(saved[1])
+
+
+def optimizer_first(saved: list, other: nn.Module, resumed: MasterWeights) -> None:
+    resumed.load_state_dict(saved[1])
+    pairs = zip(other.parameters(), saved[0].values(), strict=True)
+    assert all(torch.equal(p, q) for p, q in pairs if p.dtype in LOW), "parameters follow the masters"
+    other.load_state_dict(saved[0])
+
+
+@pytest.mark.parametrize("load", [model_first, optimizer_first, None])
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_resume_is_exact(name: str, order: str):
-    model = net()
-    optimizer = MasterWeights(OPTIMIZERS[name](model.parameters()))
+def test_resume_is_exact(name: str, load: Callable | None):
+    """None: copies and pickles of both go on."""
+    model, other = net(), net(seed=1)
+    optimizer, resumed = (MasterWeights(OPTIMIZERS[name](one.parameters())) for one in (model, other))
     for step in range(3):
         give_gradients(model, step)
         optimizer.step()
-    saved = pickle.loads(pickle.dumps((model.state_dict(), optimizer.state_dict())))
-    other = net(seed=1)
-    resumed = MasterWeights(OPTIMIZERS[name](other.parameters()))
-    if order == "model first":
-        other.load_state_dict(saved[0])
-        resumed.load_state_dict(saved[1])
+    both = [(other, resumed)]
+    if load is None:
+        both = [copy.deepcopy((model, optimizer)), pickle.loads(pickle.dumps((model, optimizer)))]
     else:
-        resumed.load_state_dict(saved[1])
-        pairs = zip(other.parameters(), model.parameters(), strict=True)
-        assert all(torch.equal(p, q) for p, q in pairs if p.dtype in LOW), "parameters follow the masters"
-        other.load_state_dict(saved[0])
-    for step in range(3, 6):
-        for one, stepped in ((model, optimizer), (other, resumed)):
+        load(pickle.loads(pickle.dumps([model.state_dict(), optimizer.state_dict()])), other, resumed)
+    seen = set()
+    for one, stepped in ((model, optimizer), *both):
+        for step in range(3, 6):
             give_gradients(one, step)
             stepped.step()
-    assert bits(model.parameters(), optimizer.master_parameters()) == bits(
-        other.parameters(), resumed.master_parameters()
-    )
-
-
-def test_copies_and_pickles_go_on_alike():
-    model = net()
-    optimizer = MasterWeights(torch.optim.AdamW(model.parameters(), lr=0.01))
-    give_gradients(model, 0)
-    optimizer.step()
-    optimizer.zero_grad()
-    twins = [copy.deepcopy((model, optimizer)), pickle.loads(pickle.dumps((model, optimizer)))]
-    seen = set()
-    for one, stepped in ((model, optimizer), *twins):
-        give_gradients(one, 1)
-        stepped.step()
         seen.add(bits(one.parameters(), stepped.master_parameters()))
     assert len(seen) == 1
 
@@ -242,13 +219,13 @@ def test_schedulers_groups_and_gradients():
 def test_gradients_accumulate_and_are_copied_again():
     weight = nn.Parameter(torch.ones(2, dtype=torch.float16))
     optimizer = MasterWeights(torch.optim.SGD([weight], lr=1.0))
-    for turn in (1, 2, 3):
-        (weight * 2).sum().backward()
-        assert [g.tolist() for g in gradients(optimizer)] == [[2.0 * turn] * 2]
-    for turn in (4, 5):
-        weight.grad = None
-        (weight * turn).sum().backward()
-        assert [g.tolist() for g in gradients(optimizer)] == [[turn] * 2]
+    for factor, zeroed, gradient in ((2, False, 2.0), (2, False, 4.0), (4, True, 4.0), (5, True, 5.0)):
+        if zeroed:
+            weight.grad = None
+        (weight * factor).sum().backward()
+        (master,) = optimizer.master_parameters()
+        assert master.grad is not None
+        assert master.grad.tolist() == [gradient] * 2
 
 
 def test_a_gradient_that_a_script_sets_is_new_at_the_old_ones_address_too():
@@ -273,12 +250,6 @@ def test_sparse_gradients():
     assert (table.weight != before).any(1).tolist() == [False, True, False, False, True, False]
 
 
-def scaled_step(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer, loss: torch.Tensor) -> None:
-    scaler.scale(loss).backward()
-    scaler.step(optimizer)
-    scaler.update()
-
-
 @pytest.mark.parametrize("kind", [torch.amp.GradScaler, GradScaler])
 @pytest.mark.parametrize("fused", [False, True])
 def test_under_a_scaler_of_torch_or_ours(kind: Any, fused: bool):
@@ -286,7 +257,6 @@ def test_under_a_scaler_of_torch_or_ours(kind: Any, fused: bool):
     optimizer = MasterWeights(torch.optim.SGD([weight], lr=2.0**-10, fused=fused))
     scaler = kind("cpu", 1024.0)
     for factor in (2.0**-4, float("inf"), 2.0**-4):  # the gradient itself is above FP16's smallest only when scaled
-        optimizer.zero_grad()
         scaled_step(scaler, optimizer, (weight.float() * factor).sum())
     (master,) = optimizer.master_parameters()
     assert master.tolist() == [1 - 2 * 2.0**-14] * 2
@@ -298,27 +268,9 @@ def test_clipping_takes_the_masters():
     optimizer, scaler = MasterWeights(torch.optim.SGD([weight], lr=0.5)), GradScaler("cpu", 1024.0)
     scaler.scale((weight * 2).sum()).backward()
     scaler.unscale_(optimizer)
-    norm = nn.utils.clip_grad_norm_(optimizer.master_parameters(), 2.0)
-    assert norm.item() == 4.0
+    assert nn.utils.clip_grad_norm_(optimizer.master_parameters(), 2.0).item() == 4.0
     scaler.step(optimizer)
-    scaler.update()
     # clip_grad_norm_ divides by norm + 1e-6: far below half of FP16's step at 0.5
-    assert weight.tolist() == [0.5] * 4
-    optimizer.zero_grad()
-    scaler.scale((weight * 2).sum()).backward()
-    scaler.unscale_(optimizer)
-    nn.utils.clip_grad_norm_([weight], 2.0)
-    with pytest.raises(OptimizerError, match="master_parameters"):
-        scaler.step(optimizer)
-
-
-def test_clipping_the_models_gradients_is_right_without_a_scaler():
-    weight = nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
-    optimizer = MasterWeights(torch.optim.SGD([weight], lr=0.5))
-    (weight * 2).sum().backward()
-    assert optimizer.param_groups[0]["lr"] == 0.5  # reading it copies the gradients; they are copied again
-    nn.utils.clip_grad_norm_([weight], 2.0)
-    optimizer.step()
     assert weight.tolist() == [0.5] * 4
 
 
@@ -329,7 +281,9 @@ def test_skipped_steps_and_gradients_kept_zero_are_no_mistake():
         if weight.grad is not None:
             weight.grad.zero_()  # model.zero_grad(set_to_none=False), and the masters are not told
         assert optimizer.param_groups[0]["lr"] == 2.0**-10
-        scaled_step(scaler, optimizer, (weight * factor).sum())
+        scaler.scale((weight * factor).sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
     assert weight.tolist() == [1 - 2.0**-9] * 2
 
 

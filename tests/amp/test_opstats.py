@@ -16,18 +16,12 @@ def test_each_operator_counts_in_the_precision_it_ran_in():
     x, low = torch.ones(4, 4), torch.ones(4, 4, dtype=torch.float16)
     with op_stats() as stats:
         _ = x.exp(), low.exp(), low.exp(), x.double().sin(), x.bfloat16() + 1, low > 0
+    ops = {"exp": {"FP32": 1, "FP16": 2}, "sin": {"float64": 1}, "add": {"BF16": 1}}
+    casts = [{"from": "FP32", "to": dtype, "calls": 1, "elements": 16} for dtype in ("float64", "BF16")]
     assert stats.to_dict() == {
-        "ops": {
-            "exp": {"FP32": 1, "FP16": 2},
-            "sin": {"float64": 1},
-            "add": {"BF16": 1},
-            "gt": {"FP16": 1},  # a comparison counts as its inputs
-        },
+        "ops": ops | {"gt": {"FP16": 1}},  # a comparison counts as its inputs
         "upcast": {"exp": 0, "sin": 1, "add": 0, "gt": 0},
-        "casts": [
-            {"from": "FP32", "to": "float64", "calls": 1, "elements": 16},
-            {"from": "FP32", "to": "BF16", "calls": 1, "elements": 16},
-        ],
+        "casts": casts,
     }
     assert stats.total("FP16") == 3
 
@@ -70,28 +64,11 @@ def test_a_training_step_under_autocast_and_the_lists():
     assert moved.total("BF16") == 0
 
 
-def test_counting_changes_nothing():
-    x = torch.randn(4, 4, requires_grad=True)
-    with op_stats(), torch.autocast("cpu", dtype=torch.bfloat16):
-        counted = (x @ x).softmax(-1)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        plain = (x @ x).softmax(-1)
-    assert torch.equal(counted, plain)
-    assert counted.dtype == plain.dtype
-    grads = [torch.autograd.grad(y.float().square().sum(), x)[0] for y in (counted, plain)]
-    assert torch.equal(*grads)
-
-
-def fail_after(call) -> None:
-    call()
-    raise ZeroDivisionError
-
-
 def test_nested_blocks_both_count_and_an_error_ends_the_counting():
     x = torch.ones(4)
     with op_stats() as outer:
         with pytest.raises(ZeroDivisionError), op_stats() as inner:
-            fail_after(x.exp)
+            _ = x.exp(), 1 / 0
         x.exp()
     x.exp()
     assert inner.ops["exp"].total() == 1

@@ -6,7 +6,8 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from overflow_cases import Part
+from overflow_cases import Part, first
+from scaled_run import scaled_step
 from torch import nn
 
 import fp8engine as fe
@@ -17,49 +18,30 @@ class Mine(nn.Linear):
     """No class of torch.nn."""
 
 
-class Own(nn.Module):
-    """-3e5 in FP16, and back."""
-
-    def forward(self, x):
-        return (x.half() * -300) * 300
-
-
 def negative(kind: str) -> nn.Module:
     """A layer that makes -Inf of 100, in FP16."""
     if kind == "own":
-        return Own()
+        return Part(lambda x: (x.half() * -300) * 300)
     layer = (Mine if kind == "subclass" else nn.Linear)(4, 4)
     nn.init.constant_(layer.weight, -300.0)
     return fe.convert(nn.Sequential(layer))[0] if kind == "converted" else layer
 
 
-class Residual(nn.Module):
-    """-Inf that goes on by the forward of the module around, beside which another part is finite."""
-
-    def __init__(self, part: nn.Module):
-        super().__init__()
-        self.other, self.part = nn.Linear(4, 4), part
-
-    def forward(self, x):
-        other = self.other(x)
-        return other + self.part(x)
-
-
 @pytest.mark.filterwarnings("ignore::fp8engine.errors.EmulationWarning")
 @pytest.mark.parametrize("mode", ["counters", "ops"])
 @pytest.mark.parametrize("kind", ["subclass", "converted", "own", "torch"])
-@pytest.mark.parametrize("around", [nn.Sequential, Residual])
-def test_an_overflow_to_minus_inf_is_its_makers_and_not_the_next_layers(kind: str, around: type[nn.Module], mode: str):
-    model = nn.Sequential(around(negative(kind)), nn.LeakyReLU(), nn.LayerNorm(4))
-    name = "0.0" if around is nn.Sequential else "0.part"
+@pytest.mark.parametrize("residual", [False, True])
+def test_an_overflow_to_minus_inf_is_its_makers_and_not_the_next_layers(kind: str, residual: bool, mode: str):
+    """Also where -Inf goes on by the forward of the module around, beside which another part is finite."""
+    part, other = negative(kind), nn.Linear(4, 4)
+    around = Part(lambda x: other(x) + part(x) if residual else part(x), other=other, part=part)
+    model = nn.Sequential(around, nn.LeakyReLU(), nn.LayerNorm(4))
     with find_overflow(model, mode=mode) as watch, torch.autocast("cpu", torch.float16), torch.no_grad():
         for _ in range(3):
             model(torch.full((8, 4), 150.0) + torch.rand(8, 4))
-            found = watch.first()
-            assert found is not None
-            assert (found.layer, found.operand, found.step) == (name, "output", 0)
-        assert [one.layer for one in watch.findings] == [name]
-        assert watch.pin(2)[0] == name
+            assert first(watch, "layer", "operand", "step") == ("0.part", "output", 0)
+        assert [one.layer for one in watch.findings] == ["0.part"]
+        assert watch.pin(2)[0] == "0.part"
 
 
 def test_a_mask_that_did_no_harm_is_not_blamed_for_what_overflows_after_it():
@@ -67,10 +49,8 @@ def test_a_mask_that_did_no_harm_is_not_blamed_for_what_overflows_after_it():
     mask, weigh = Part(lambda x: x.masked_fill(x > 0, -torch.inf)), Part(lambda x: x.softmax(-1))
     blocked = Part(lambda _: torch.tensor([0.0, -torch.inf]))
     large = Part(lambda x: (x[0].abs().sum() + x[1].clamp(min=0)).half() * 6e4 * 6e4)
-    inside = Part(lambda x: weigh(mask(x)).half() * 6e4 * 6e4)
-    inside.mask, inside.weigh = mask, weigh
-    along = Part(lambda x: large((x, blocked((x > 0).int()))))
-    along.blocked, along.large = blocked, large
+    inside = Part(lambda x: weigh(mask(x)).half() * 6e4 * 6e4, mask=mask, weigh=weigh)
+    along = Part(lambda x: large((x, blocked((x > 0).int()))), blocked=blocked, large=large)
     for model, layer in ((inside, ""), (along, "large")):
         with find_overflow(model) as watch:
             model(torch.tensor([[-1.0, 1.0]]))
@@ -147,35 +127,28 @@ def test_the_numbers_of_a_finding_are_of_one_pass():
     """Of the first; the op is of the second, whose inputs are twice as large and whose scale is half of it."""
     model: Any = nn.Sequential(nn.Linear(2, 2), Part(lambda x: torch.exp(x.half())))
     nn.init.zeros_(model[0].weight)
-    nn.init.constant_(model[0].bias, 20.0)
     optimizer = torch.optim.SGD(model.parameters(), 0.0)
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
     with find_overflow(model, scaler) as watch:
-        for factor in (1, 2):
-            nn.init.constant_(model[0].bias, 20.0 * factor)
-            scaler.scale(model(torch.ones(2, 2)).sum()).backward()
-            scaler.step(optimizer)
-            scaler.update()
-    found = watch.first()
-    assert found is not None
-    assert (found.step, found.loss_scale, found.input_amax, found.op, found.op_step) == (0, 8.0, 20.0, "exp", 1)
-    assert (
-        str(found) == "step 0: output of '1' is Inf in float16 from values up to 20 and made by exp (as step 1 showed)"
-    )
+        for bias in (20.0, 40.0):
+            nn.init.constant_(model[0].bias, bias)
+            scaled_step(scaler, optimizer, model(torch.ones(2, 2)).sum())
+    told = first(watch, "step", "loss_scale", "input_amax", "op", "op_step")
+    assert told == (0, 8.0, 20.0, "exp", 1)
+    wanted = "step 0: output of '1' is Inf in float16 from values up to 20 and made by exp (as step 1 showed)"
+    assert str(watch.first()) == wanted
 
 
 @pytest.mark.parametrize("mode", ["counters", "ops"])
-@pytest.mark.parametrize("parts", [1, 2])
-def test_an_inf_that_backward_itself_masks_is_no_finding(mode: str, parts: int):
-    roots = [Part(lambda x: torch.sqrt(torch.relu(x)))] if parts == 1 else [nn.ReLU(), Part(torch.sqrt)]
-    model: Any = nn.Sequential(nn.Linear(4, 4), *roots, nn.Linear(4, 1))
-    nn.init.constant_(model[0].bias, -10.0)
-    with find_overflow(model, mode=mode) as watch:
-        for _ in range(2):
-            model(torch.rand(8, 4)).sum().backward()
-    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
-    assert watch.first() is None
-    assert watch.pin() == []
+@pytest.mark.parametrize("roots", [[nn.Identity(), Part(lambda x: x.relu().sqrt())], [nn.ReLU(), Part(torch.sqrt)]])
+@pytest.mark.parametrize("factor", [1.0, torch.inf])
+def test_an_inf_that_backward_itself_masks_is_no_finding(factor: float, roots: list[nn.Module], mode: str):
+    """And is not blamed for the one that a layer before it makes, by this factor of its gradient."""
+    model: Any = nn.Sequential(nn.Linear(4, 4), Part(lambda x: Grow.apply(x, "here")), nn.Linear(4, 4), *roots)
+    nn.init.constant_(model[2].bias, -10.0)
+    Grow.factor = {"here": factor}
+    found = watched(model, mode, torch.rand(8, 4))
+    assert [(one.layer, one.op, one.step) for one in found] == ([] if factor == 1 else [("1", "GrowBackward", 0)])
 
 
 @pytest.mark.filterwarnings("ignore::fp8engine.errors.EmulationWarning")
@@ -196,54 +169,26 @@ class Held:
     rest: list
 
 
-class Wraps(nn.Module):
-    """A linear layer between dataclasses, times a number in FP16."""
-
-    def __init__(self, by: float):
-        super().__init__()
-        self.fc, self.by = nn.Linear(4, 4), by
-
-    def forward(self, held):
-        return Held(self.fc(held.x).half() * self.by, held.rest)
-
-
 def test_tensors_in_dataclasses_are_seen():
-    torch.manual_seed(0)
-    model: Any = nn.Sequential(OrderedDict(enc=Wraps(6e4), dec=Wraps(1.0)))
-    nn.init.constant_(model.enc.fc.bias, 4.0)
-    with find_overflow(model) as watch, torch.autocast("cpu", torch.float16):
-        model(Held(torch.ones(2, 4), []))
-    found = watch.first()
-    assert found is not None
-    assert (found.layer, found.operand, len(watch.findings)) == ("enc", "output", 1)
-    with find_overflow(model) as watch, torch.autocast("cpu", torch.float16):
-        model(Held(torch.full((2, 4), torch.nan), []))
-    found = watch.first()
-    assert found is not None
-    assert (found.layer, found.operand) == ("", "input")
-
-
-@pytest.mark.parametrize("mode", ["counters", "ops"])
-@pytest.mark.parametrize("parts", [1, 2])
-def test_an_inf_that_backward_masks_is_not_blamed_for_a_later_one(mode: str, parts: int):
-    roots = [nn.Identity(), Part(lambda x: torch.sqrt(torch.relu(x)))] if parts == 1 else [nn.ReLU(), Part(torch.sqrt)]
-    model: Any = nn.Sequential(nn.Linear(4, 4), Part(lambda x: Grow.apply(x, "here")), nn.Linear(4, 4), *roots)
-    nn.init.constant_(model[2].bias, -10.0)
-    Grow.factor = {"here": torch.inf}
-    found = watched(model, mode, torch.rand(8, 4))
-    assert [(one.layer, one.op, one.step) for one in found] == [("1", "GrowBackward", 0)]
+    """Of two linear layers between dataclasses the first's output is multiplied in FP16."""
+    fc = nn.Linear(4, 4)
+    nn.init.constant_(fc.bias, 4.0)
+    enc, dec = (Part(lambda held, by=by: Held(fc(held.x).half() * by, held.rest)) for by in (6e4, 1.0))
+    enc.fc = fc
+    model = nn.Sequential(OrderedDict(enc=enc, dec=dec))
+    for x, found in ((torch.ones(2, 4), ("enc", "output")), (torch.full((2, 4), torch.nan), ("", "input"))):
+        with find_overflow(model) as watch, torch.autocast("cpu", torch.float16):
+            model(Held(x, []))
+        assert first(watch, "layer", "operand") == found
+        assert len(watch.findings) == 1
 
 
 def test_the_op_is_told_after_any_number_of_overflows_that_did_no_harm():
     harmless = [Part(lambda x: x + 1 / (1 + torch.exp(x.half() * 12))) for _ in range(70)]
-    model = nn.Sequential(*harmless, Part(lambda x: torch.exp(x.half() * 12)))
-    with find_overflow(model, mode="ops") as watch:
-        model(torch.ones(2, 2))
-    found = watch.first()
-    assert found is not None
-    assert (found.layer, found.op) == ("70", "exp")
-    model = nn.Sequential(*harmless)
-    with find_overflow(model, mode="ops") as watch:
-        model(torch.ones(2, 2))
+    with find_overflow(nn.Sequential(*harmless, Part(lambda x: torch.exp(x.half() * 12))), mode="ops") as watch:
+        watch.model(torch.ones(2, 2))
+    assert first(watch, "layer", "op") == ("70", "exp")
+    with find_overflow(nn.Sequential(*harmless), mode="ops") as watch:
+        watch.model(torch.ones(2, 2))
     assert len(watch.report().hidden) == 70
     assert "hidden: 62 more, which to_dict() has" in str(watch.report())

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from overflow_cases import Part, first
 from torch import nn
 
 from fp8engine.amp.decorate import decorate
@@ -76,17 +77,13 @@ def test_a_healthy_model_is_not_blamed_for_the_search(mode: str, passes: int, ca
     run = Run(mode=mode)
     with run.watch:
         run.steps(6, 6, passes=passes)  # 2^16, 2^15: over
-        found = run.watch.first()
-        assert found is not None
-        assert (found.layer, found.guilty, found.cured_by, found.loss_scale) == ("2", False, None, 2.0**16)
-        assert "watch until a step passes" in str(found)
+        assert first(run.watch, "layer", "guilty", "cured_by", "loss_scale") == ("2", False, None, 2.0**16)
+        assert "watch until a step passes" in str(run.watch.first())
         assert run.watch.pin(1) == [], "undecided"
         run.steps(6, 6, 6, 6, 6, passes=passes)  # 2^14 ... 2^10: over; 2^9 passes
         run.steps(6, passes=passes)
-    found = run.watch.first()
-    assert found is not None
-    assert (found.layer, found.guilty, found.cured_by) == ("2", False, 2.0**9)
-    assert str(found).endswith("loss scale 512 cures it, nothing to pin")
+    assert first(run.watch, "layer", "guilty", "cured_by") == ("2", False, 2.0**9)
+    assert str(run.watch.first()).endswith("loss scale 512 cures it, nothing to pin")
     with caplog.at_level(logging.WARNING):
         assert run.watch.pin(3) == []
     assert "nothing: step 0: " in caplog.text
@@ -99,16 +96,27 @@ def test_a_healthy_model_is_not_blamed_for_the_search(mode: str, passes: int, ca
     assert json.loads(json.dumps(run.watch.report().to_dict(), allow_nan=False))["findings"][0]["cured_by"] == 512.0
 
 
+SEARCHES = {  # of a healthy layer: the first scale, factors of its gradient, skipped steps, the scale that cures it
+    # 2^11 and 2^10 over; then 2^9 four times, 2^10 once over: as torch's scaler goes on for ever
+    "growing back to a scale that failed": (11, [6] * 22, 6, 9),
+    # gradients between 2^6 and 2^8: 2^9 passes and is over, then 2^8, then each again
+    "batches that differ near the last scale": (9, [6, 7, 7, 8, *[6] * 8, 7, 7, 8], 4, None),
+    # 2^8 passes; then it, 2^7 and 2^6 are over, and 2^5 passes
+    "one search that passes scales that were fine counts once": (8, [6, 10, 10, 10, 10], 3, 5),
+}
+
+
 @MODES
-def test_growing_back_to_a_scale_that_failed_blames_nobody(mode: str):
-    run = Run(init_scale=2.0**11, mode=mode)
+@pytest.mark.parametrize("search", SEARCHES)
+def test_a_search_blames_nobody(search: str, mode: str):
+    start, factors, skipped, cure = SEARCHES[search]
+    run = Run(init_scale=2.0**start, mode=mode)
     with run.watch:
-        # 2^11 and 2^10 over; then 2^9 four times, 2^10 once over: as torch's scaler goes on for ever
-        run.steps(*[6] * 22)
-    assert run.scaler.stats.skipped == 6
-    found = run.watch.first()
-    assert found is not None
-    assert (found.guilty, found.cured_by) == (False, 512.0)
+        run.steps(*factors)
+    assert run.scaler.stats.skipped == skipped
+    guilty, cured_by = first(run.watch, "guilty", "cured_by")
+    assert not guilty
+    assert cure is None or cured_by == 2.0**cure
     assert run.watch.pin() == []
 
 
@@ -119,71 +127,35 @@ def test_a_gradient_that_grows_is_guilty(mode: str):
         run.steps(6, 10, 10, 10)  # 2^8 passes; then it, 2^7 and 2^6 are over
         assert run.row().guilty == 0, "once is noise"
         run.steps(10, 12)  # 2^5 passes, and is over now
-        found = run.watch.first()
-        assert found is not None
-        assert (found.layer, found.guilty, found.cured_by) == ("2", True, None)
+        assert first(run.watch, "layer", "guilty", "cured_by") == ("2", True, None)
         assert run.watch.pin(1) == ["2"]
     assert (run.row().guilty, run.row().scaled) == (4, 0)
     assert "guilty x4, pinned" in str(run.watch.report())
 
 
 @MODES
-def test_batches_that_differ_near_the_last_scale_of_a_search_blame_nobody(mode: str):
-    """Gradients between 2^6 and 2^8: 2^9 passes and is over, then 2^8, then each again."""
-    run = Run(init_scale=2.0**9, mode=mode)
+@pytest.mark.parametrize(
+    ("dtype", "start", "factor", "passes"),
+    [(torch.float16, 4.0, 18, 3), (torch.float32, 2.0**26, 127, 2)],  # 4, 2, 1 and 0.5; 2^26, 2^25 and 2^24
+    ids=["beyond FP16 without any scale", "beyond FP32 once the scale is no excuse"],
+)
+def test_a_gradient_beyond_its_dtype_is_guilty(dtype: torch.dtype, start: float, factor: int, passes: int, mode: str):
+    run = Run(init_scale=start, mode=mode, dtype=dtype)
     with run.watch:
-        run.steps(6, 7, 7, 8, *[6] * 8, 7, 7, 8)
-    found = run.watch.first()
-    assert found is not None
-    assert (found.guilty, run.scaler.stats.skipped) == (False, 4)
-    assert run.watch.pin() == []
-
-
-@MODES
-def test_one_search_that_passes_scales_that_were_fine_counts_once(mode: str):
-    run = Run(init_scale=2.0**8, mode=mode)
-    with run.watch:
-        run.steps(6, 10, 10, 10, 10)  # 2^8 passes; then it, 2^7 and 2^6 are over, and 2^5 passes
-    found = run.watch.first()
-    assert found is not None
-    assert (found.guilty, found.cured_by) == (False, 2.0**5)
-
-
-@MODES
-def test_a_gradient_beyond_fp16_without_any_scale_is_guilty(mode: str):
-    run = Run(init_scale=4.0, mode=mode)
-    with run.watch:
-        run.steps(18, 18, 18)  # 4, 2, 1
+        run.steps(*[factor] * passes)
         assert run.row().guilty == 0
-        run.steps(18)  # 0.5
+        run.steps(factor, factor)  # and the pass that finds the op
         assert run.watch.pin(1) == ["2"]
-
-
-class Beside(nn.Module):
-    """The sum of a model and of a square root of 0, whose gradient, Inf, ReLU's backward masks."""
-
-    def __init__(self, model: nn.Module):
-        super().__init__()
-        self.model, self.fc, self.relu, self.root = model, nn.Linear(4, 4), nn.ReLU(), Root()
-        nn.init.constant_(self.fc.bias, -10.0)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """The model's output."""
-        return self.model(x) + self.root(self.relu(self.fc(x)))
-
-
-class Root(nn.Module):
-    """A square root."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Of x."""
-        return x.sqrt()
 
 
 @MODES
 def test_an_inf_that_reaches_no_weight_does_not_hide_that_a_step_has_passed(mode: str):
-    run = Run(init_scale=2.0**11)
-    run.model = Beside(run.model)
+    """Beside the model a square root of 0, whose gradient, Inf, ReLU's backward masks."""
+    run, fc, root = Run(init_scale=2.0**11), nn.Linear(4, 4), Part(torch.sqrt)
+    nn.init.constant_(fc.bias, -10.0)
+    inner = run.model
+    run.model = Part(lambda x: inner(x) + root(fc(x).relu()))
+    run.model.inner, run.model.fc, run.model.root = inner, fc, root
     with find_overflow(run.model, run.scaler, mode=mode) as watch:
         run.steps(6, 6, 6)  # 2^11 and 2^10 over, 2^9 passes
     assert watch.pin() == []
@@ -195,9 +167,7 @@ def test_an_op_in_fp32_is_guilty_at_once():
     run = Run(mode="ops", dtype=torch.float32)
     with run.watch:
         run.steps(127)
-        found = run.watch.first()
-        assert found is not None
-        assert (found.layer, found.guilty, found.dtype) == ("2", True, torch.float32)
+        assert first(run.watch, "layer", "guilty", "dtype") == ("2", True, torch.float32)
         assert run.watch.pin(1) == ["2"]
 
 
@@ -208,20 +178,9 @@ def test_a_scale_beyond_any_search_is_cured_in_a_wide_dtype_too(mode: str, dtype
     run = Run(init_scale=2.0**40, mode=mode, dtype=dtype)
     with run.watch:
         run.steps(*[90] * 4)
-        found = run.watch.first()
-        assert found is not None
-        assert (found.layer, found.guilty, found.cured_by, run.row().guilty) == ("2", False, 2.0**37, 0)
-        assert run.watch.pin() == []
-
-
-@MODES
-def test_a_gradient_beyond_fp32_is_guilty_once_the_scale_is_no_excuse(mode: str):
-    run = Run(init_scale=2.0**26, mode=mode, dtype=torch.float32)
-    with run.watch:
-        run.steps(127, 127)  # 2^26, 2^25
+        assert first(run.watch, "layer", "guilty", "cured_by") == ("2", False, 2.0**37)
         assert run.row().guilty == 0
-        run.steps(127, 127)  # 2^24, and the pass that finds the op
-        assert run.watch.pin(1) == ["2"]
+        assert run.watch.pin() == []
 
 
 @MODES
@@ -230,10 +189,8 @@ def test_without_the_scaler_no_layer_is_blamed_for_a_gradient(mode: str, caplog)
     run = Run()
     with find_overflow(run.model, mode=mode) as watch, caplog.at_level(logging.WARNING):
         run.steps(6, 6)
-        found = watch.first()
-        assert found is not None
-        assert (found.layer, found.guilty, found.cured_by) == ("2", False, None)
-        assert str(found).endswith("- a loss scale may be why: give find_overflow the scaler to know")
+        assert first(watch, "layer", "guilty", "cured_by") == ("2", False, None)
+        assert str(watch.first()).endswith("- a loss scale may be why: give find_overflow the scaler to know")
         assert watch.pin(1) == []
     assert "give find_overflow the scaler" in caplog.text
     wide = Run(dtype=torch.float32)
@@ -256,61 +213,38 @@ def test_without_a_scaler_a_gradient_that_spoils_weights_is_guilty(mode: str):
         assert found is not None
         assert (found.layer, found.guilty) == ("2", False), "a hidden scaler may skip this step"
         run.model(torch.ones(1, 4))
-        found = watch.first()
-        assert found is not None
-        assert (found.layer, found.guilty, found.loss_scale) == ("2", True, None)
+        assert first(watch, "layer", "guilty", "loss_scale") == ("2", True, None)
         assert watch.pin(1) == ["2"]
-
-
-class Square(nn.Module):
-    """x^2 in the dtype of x."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """600 -> 360,000; with FP32 the next one has it."""
-        return x * x
 
 
 def test_pins_repeat_until_nothing_overflows(caplog):
     """Each pin lets the overflow through to the next layer; the last call finds nothing and pins nothing."""
-
-    class Halve(nn.Module):
-        def forward(self, x):
-            return (x.float().abs() ** 0.5).half()
-
-    class Near(nn.Module):
-        def forward(self, x):
-            return x.half() * 0 + 8000  # an eighth of FP16's range: pinned after the guilty, and not without them
-
-    model = nn.Sequential(Square(), Halve(), Square(), Halve(), nn.Identity(), Square(), Halve(), Near())
-    rounds = []
+    square, halve = (lambda x: x * x), (lambda x: (x.float().abs() ** 0.5).half())  # 600 -> 360,000 -> 600
+    near = lambda x: x.half() * 0 + 8000  # noqa: E731  an eighth of FP16's range: pinned after the guilty, with them
+    model = nn.Sequential(*map(Part, (square, halve, square, halve, nn.Identity(), square, halve, near)))
+    x, rounds = torch.full((2, 2), 600.0, dtype=torch.float16), []
     with find_overflow(model) as watch, torch.autocast("cpu", torch.float16), torch.no_grad():
         for _ in range(6):
-            model(torch.full((2, 2), 600.0, dtype=torch.float16))
+            model(x)
             rounds.append(watch.pin(1))
     assert [*filter(None, rounds)] == [["0"], ["2"], ["5"]]
     assert rounds[3:] == [[]] * 3
     assert "nothing: no layer is guilty" in caplog.text
     with torch.autocast("cpu", torch.float16):
-        output = model(torch.full((2, 2), 600.0, dtype=torch.float16))
-    assert output.isfinite().all()
+        assert model(x).isfinite().all()
 
 
 @pytest.mark.parametrize("made", ["Inf", "NaN"])
 def test_the_row_of_a_guilty_layer_shows_what_it_found(made: str):
     """Its finite peak is 0, because none of its outputs was finite: the table says Inf or NaN, and over."""
-
-    class Ill(nn.Module):
-        def forward(self, x):
-            large = (x * 0).half().exp() * 6e4 * 6e4
-            return large if made == "Inf" else large - large
-
-    model = nn.Sequential(nn.Linear(4, 4), Ill())
-    with find_overflow(model) as watch, torch.no_grad():
-        model(torch.ones(2, 4))
-        model(torch.ones(2, 4))
+    large = lambda x: (x * 0).half().exp() * 6e4 * 6e4  # noqa: E731
+    ill = Part(large if made == "Inf" else lambda x: large(x) - large(x))
+    with find_overflow(nn.Sequential(nn.Linear(4, 4), ill)) as watch, torch.no_grad():
+        for _ in range(2):
+            watch.model(torch.ones(2, 4))
     row = next(layer for layer in watch.report().layers if layer.name == "1")
     assert (row.peak, row.guilty) == (0.0, 2)
-    line = next(line for line in str(watch.report()).splitlines() if " Ill " in line)
+    line = next(line for line in str(watch.report()).splitlines() if " Part " in line)
     assert [cell.strip() for cell in line.strip("│ ").split("│")][3:6] == [made, "over", "2"]
     assert row.to_dict()["made"] == made.lower()
 

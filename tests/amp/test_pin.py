@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from overflow_cases import Part
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -23,7 +24,8 @@ class Net(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.fc, self.rnn, self.norm = nn.Linear(8, 8), nn.GRU(8, 8, batch_first=True), nn.BatchNorm1d(8)
+        self.fc: Any = nn.Linear(8, 8)
+        self.rnn, self.norm = nn.GRU(8, 8, batch_first=True), nn.BatchNorm1d(8)
         self.head = nn.Linear(8, 4)
 
     def forward(self, x):
@@ -84,19 +86,6 @@ def test_dtype_of_the_output(output: str, under_autocast: bool, given: torch.dty
         assert module(torch.ones(2, dtype=given))["y"].dtype is expected
 
 
-def test_beyond_fp16_stays_finite_unless_it_is_cast_back():
-    layer = nn.Linear(4, 4)
-    nn.init.constant_(layer.weight, 200.0)
-    x = torch.full((1, 4), 100.0)
-    with autocast():
-        assert layer(x).isinf().all()
-        pin_fp32(layer)
-        torch.testing.assert_close(layer(x), torch.full((1, 4), 80000.0) + layer.bias)
-        pin_fp32(layer, output="input")
-        assert layer(x.half()).isinf().all(), "asked for, and find_overflow names it"
-        assert layer(x).isfinite().all()
-
-
 @pytest.mark.parametrize("low", [torch.float16, torch.bfloat16])
 def test_values_and_gradients_are_those_of_fp32(low: torch.dtype):
     """Weights in FP16: outputs as those of the same weights in FP32, gradients the same rounded to FP16 once."""
@@ -114,53 +103,37 @@ def test_values_and_gradients_are_those_of_fp32(low: torch.dtype):
 
 
 def test_state_dict_parameters_hooks_and_class_are_the_very_ones():
-    model: Any = Net()
-    before, keys = [*model.parameters(), *model.buffers()], list(model.state_dict())
-    called = []
+    model, called = Net(), []
+    before, keys, told = [*model.parameters(), *model.buffers()], list(model.state_dict()), repr(model.fc)
+    signature = inspect.signature(model.fc.forward)
     model.fc.register_forward_hook(lambda *_: called.append("hook"))
-    pin = pin_fp32(model.fc)
+    first, second = pin_fp32(model.fc), pin_fp32(model.fc, output="fp32")
     assert isinstance(model.fc, nn.Linear)
-    assert repr(model.fc) == "Linear(in_features=8, out_features=8, bias=True)"
+    assert sum(kind.__name__ == "Fp32Pinned" for kind in type(model.fc).__mro__) == 1, "twice is once"
+    assert model.fc._fp32_output == "fp32"
+    assert (repr(model.fc), inspect.signature(model.fc.forward)) == (told, signature)
     assert list(model.state_dict()) == keys
     assert all(a is b for a, b in zip(before, [*model.parameters(), *model.buffers()], strict=True))
     model(torch.randn(2, 3, 8))
     assert called == ["hook"], "once"
-    pin.remove()
+    second.remove()
+    first.remove()
     assert type(model.fc) is nn.Linear
     assert "_fp32_output" not in model.fc.__dict__
-    pin.remove()
+    with pin_fp32(model.fc):
+        assert type(model.fc) is not nn.Linear
+    assert type(model.fc) is nn.Linear
 
 
-def test_pinning_twice_is_pinning_once_and_any_handle_unpins():
-    layer = nn.Linear(2, 2)
-    first, second = pin_fp32(layer), pin_fp32(layer, output="fp32")
-    assert sum(kind.__name__ == "Fp32Pinned" for kind in type(layer).__mro__) == 1
-    assert layer._fp32_output == "fp32"
-    second.remove()
-    assert type(layer) is nn.Linear
-    first.remove()
-    with pin_fp32(layer):
-        assert type(layer) is not nn.Linear
-    assert type(layer) is nn.Linear
-
-
-def test_a_buffer_written_in_forward_stays_written():
-    """Running statistics in FP32, as every recipe keeps them, are updated in place."""
-    plain, pinned = nn.BatchNorm1d(4), nn.BatchNorm1d(4)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_statistics_written_in_forward_stay_written(dtype: torch.dtype):
+    """In FP32 they are updated in place, in FP16 an FP32 copy is, and rounded back."""
+    plain, pinned, x = nn.BatchNorm1d(4), nn.BatchNorm1d(4).to(dtype), torch.randn(8, 4).to(dtype) + 5
     pin_fp32(pinned)
-    x = torch.randn(8, 4)
-    plain(x)
+    plain(x.float())
     pinned(x)
-    assert torch.equal(plain.running_mean, pinned.running_mean)  # pyright: ignore[reportArgumentType]
+    assert torch.equal(plain.running_mean.to(dtype), pinned.running_mean)  # pyright: ignore
     assert pinned.num_batches_tracked == 1
-
-
-def test_fp16_statistics_written_in_forward_stay_written_too():
-    module = nn.BatchNorm1d(4).half()
-    pin_fp32(module)
-    module(torch.randn(8, 4).half() + 5)
-    assert module.running_mean.dtype is torch.float16  # pyright: ignore[reportOptionalMemberAccess]
-    assert (module.running_mean > 0.3).all(), "momentum 0.1 of a mean of 5"  # pyright: ignore[reportOptionalOperand]
 
 
 # Dynamo asks any tensor that is no leaf for its gradient, and hides torch's warning unless warnings are errors.
@@ -200,65 +173,53 @@ def test_under_checkpointing(reentrant: bool):
     assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
 
 
-def test_copies_and_files_stay_pinned():
-    model = Net()
-    pin_fp32(model.rnn, output="input")
+def by_file(module: nn.Module) -> nn.Module:
     file = io.BytesIO()
-    torch.save(model, file)
+    torch.save(module, file)
     file.seek(0)
-    for other in (copy.deepcopy(model), torch.load(file, weights_only=False)):
-        assert type(other.rnn) is not nn.GRU
-        assert isinstance(other.rnn, nn.GRU)
-        assert other.rnn._fp32_output == "input"
-        assert torch.equal(other(torch.ones(2, 3, 8)), model(torch.ones(2, 3, 8)))
-        pin_fp32(other.rnn).remove()
-        assert type(other.rnn) is nn.GRU
-    assert type(model.rnn) is not nn.GRU
+    return torch.load(file, weights_only=False)
 
 
-@pytest.mark.parametrize("way", [copy.deepcopy, lambda module: pickle.loads(pickle.dumps(module))])
-@pytest.mark.parametrize("around", ["pin", "decoration"])
-def test_copies_of_a_module_that_is_pinned_and_decorated(around: str, way):
+@pytest.mark.parametrize("way", [copy.deepcopy, lambda module: pickle.loads(pickle.dumps(module)), by_file])
+@pytest.mark.parametrize("first", [pin_fp32, decorate])
+def test_copies_of_a_module_that_is_pinned_and_decorated(first, way):
     model: Any = nn.Linear(4, 4)
-    if around == "pin":
-        decorate(model)
-        pin_fp32(model)
-    else:
-        pin_fp32(model)
-        decorate(model)
+    for around in (first, decorate if first is pin_fp32 else pin_fp32):
+        around(model)
     twin, x = way(model), torch.full((2, 4), 1e5)  # beyond FP16
     assert torch.equal(twin(x), model(x))
     assert twin(x).isfinite().all()
     assert type(twin) is type(model)
+    rnn: Any = nn.GRU(8, 8)
+    pin_fp32(rnn, output="input")
+    twin = way(rnn)
+    assert (type(twin), twin._fp32_output) == (type(rnn), "input")
+    assert torch.equal(twin(torch.ones(2, 8))[0], rnn(torch.ones(2, 8))[0])
+    pin_fp32(twin).remove()
+    assert type(twin) is nn.GRU
+    assert type(rnn) is not nn.GRU
 
 
 @pytest.mark.filterwarnings("ignore::fp8engine.errors.EmulationWarning")
-def test_a_class_that_convert_makes_stays_when_a_pin_goes():
+@pytest.mark.parametrize("pinned_first", [True, False])
+def test_a_class_that_convert_makes_stays_when_a_pin_goes(pinned_first: bool):
     """Below the pin, where pickle must make both, or around it."""
-    model: Any = fe.convert(nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 16)), "current")
+    model: Any = nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 16))
+    pin = pin_fp32(model[0], output="input") if pinned_first else None
+    fe.convert(model, "current")
     x = torch.ones(16, 16)
     model(x)
-    before = type(model[0])
-    pin = pin_fp32(model[0], output="input")
+    kept = type(model[0])
+    pin = pin or pin_fp32(model[0], output="input")
+    assert isinstance(model[0], nn.LayerNorm)
     twin = pickle.loads(pickle.dumps(model))
     assert type(twin[0]) is type(model[0])
+    assert is_pinned(twin[0])
     assert torch.equal(twin(x), model(x))
     pin.remove()
-    assert type(model[0]) is before
-    other: Any = nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 16))
-    pin = pin_fp32(other[0])
-    fe.convert(other, "current")
-    other(x)
-    around = type(other[0])
-    assert isinstance(other[0], nn.LayerNorm)
-    twin = pickle.loads(pickle.dumps(other))
-    assert type(twin[0]) is around
-    assert is_pinned(twin[0])
-    assert torch.equal(twin(x), other(x))
-    pin.remove()
-    assert type(other[0]) is around
-    assert not is_pinned(other[0])
-    assert other(x).isfinite().all()
+    assert type(model[0]) is kept
+    assert not is_pinned(model[0])
+    assert model(x).isfinite().all()
 
 
 def test_a_decoration_around_a_pin_outlives_it():
@@ -285,33 +246,16 @@ def test_bad_input():
         pin_fp32(patched)
 
 
-def test_a_pinned_module_keeps_the_signature_that_callers_inspect():
-    layer = nn.MultiheadAttention(4, 1)
-    before = inspect.signature(layer.forward)
-    with pin_fp32(layer):
-        assert inspect.signature(layer.forward) == before
-    assert type(layer) is nn.MultiheadAttention
-
-
-class Gram(nn.Module):
-    """Its own forward makes 90,000 in FP16."""
-
-    def __init__(self):
-        super().__init__()
-        self.fc = nn.Linear(4, 4)
-
-    def forward(self, x):
-        h = self.fc(x) * 0 + x
-        return h @ h.t()
-
-
 @pytest.mark.parametrize("level", ["O1", "O2"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("around", [False, True])
 def test_a_pin_on_or_around_a_decorated_model(level: str, dtype: torch.dtype, around: bool):
-    root: Any = decorate(Gram(), level=level)
-    model = nn.Sequential(root) if around else root
-    x = torch.full((2, 4), 150.0, dtype=dtype)
+    """The model's own forward makes 90,000 in FP16."""
+    fc = nn.Linear(4, 4)
+    gram = Part(lambda x: (fc(x) * 0 + x) @ (fc(x) * 0 + x).t())
+    gram.fc = fc
+    root: Any = decorate(gram, level=level)
+    model, x = nn.Sequential(root) if around else root, torch.full((2, 4), 150.0, dtype=dtype)
     assert model(x).isinf().all()
     pin = pin_fp32(model, output="fp32" if around else "auto")
     assert torch.equal(model(x), torch.full((2, 2), 90000.0))
@@ -328,20 +272,9 @@ def test_a_pin_on_or_around_a_decorated_model(level: str, dtype: torch.dtype, ar
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_a_checkpoint_of_a_decorated_part_is_recomputed_in_fp32_too(reentrant: bool):
     part: Any = decorate(nn.Linear(4, 4))
-    around = Within(lambda x: checkpoint(part, x, use_reentrant=reentrant))
+    around = Part(lambda x: checkpoint(part, x, use_reentrant=reentrant))
     around.part = part
     pin_fp32(around)
     x = torch.randn(3, 4, requires_grad=True)
     around(x).sum().backward()
     torch.testing.assert_close(part.weight.grad, x.detach().sum(0).expand(4, 4))  # FP16 would round x to 2^-11
-
-
-class Within(nn.Module):
-    """A function as a module."""
-
-    def __init__(self, function):
-        super().__init__()
-        self.function = function
-
-    def forward(self, x):
-        return self.function(x)

@@ -8,68 +8,23 @@ import copy
 import math
 import pickle
 import random
-import warnings
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from op_counts import WAITS, Counted
+from scaled_run import OnDevice, Run
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import fp8engine as fe
 from fp8engine.amp.scaler import GradScaler, ScaleRules
-from fp8engine.errors import OptimizerError
+from fp8engine.errors import LossScaleError, OptimizerError
 from fp8engine.scaling.table import ScalingState
 
 BAD = (math.inf, -math.inf, math.nan)
-
-
-class Waiting:
-    """A flag as a GPU would deliver it: not there until someone waits, or until `lag` looks have been taken."""
-
-    def __init__(self, found: torch.Tensor, lag: int):
-        self.found, self.looks = found.clone(), lag
-
-    def done(self) -> bool:
-        self.looks -= 1
-        return self.looks < 0
-
-    def wait(self) -> list[torch.Tensor]:
-        return [self.found]
-
-
-class OnDevice(GradScaler):
-    """The path of a fused optimizer on a GPU, on a CPU: no flag can be read at once."""
-
-    lag = 2
-
-    def _maybe_opt_step(self, optimizer, optimizer_state, *args, **kwargs):
-        result = super()._maybe_opt_step(optimizer, optimizer_state, *args, **kwargs)
-        self._skips.pop(id(optimizer))
-        return result
-
-    def _sent(self, found: torch.Tensor) -> Any:
-        return Waiting(found, self.lag)
-
-
-class Run:
-    """One parameter under one scaler."""
-
-    def __init__(self, scaler: torch.amp.GradScaler):
-        self.scaler: Any = scaler
-        self.weight = nn.Parameter(torch.ones(2))
-        self.optimizer: torch.optim.Optimizer = torch.optim.SGD([self.weight], lr=2.0**-8)
-
-    def step(self, value: float = 1.0, *new_scale: float) -> None:
-        """One iteration; the gradient is `value`."""
-        self.weight.grad = self.scaler.scale(torch.full((2,), value))
-        self.scaler.step(self.optimizer)
-        self.scaler.update(*new_scale)
-
-    def seen(self) -> tuple:
-        state = self.scaler.state_dict()
-        return state["scale"], state["_growth_tracker"], self.weight.tolist()
 
 
 def values(rng: random.Random, length: int) -> list[float]:
@@ -175,29 +130,26 @@ def test_the_scale_never_reaches_zero_where_torchs_does():
 
 @pytest.mark.parametrize("kind", [GradScaler, OnDevice])
 def test_resume_in_mid_sequence_is_exact(kind: type[GradScaler]):
+    """Of a copy, a pickle, and a saved state that is loaded before the first scale() or after it."""
     rng = random.Random(5)
     for _ in range(50):
         rules = ScaleRules(decrease_every_n=rng.randint(1, 3), floor=2.0, collapse_after=0)
-        given = {**parameters(rng), "init_scale": 512.0}
-        first = Run(kind("cpu", rules=rules, **given))
+        run = Run(kind("cpu", rules=rules, **{**parameters(rng), "init_scale": 512.0}))
         for value in values(rng, rng.randint(0, 12)):
-            first.step(value)
-        ways = [copy.deepcopy(first.scaler), pickle.loads(pickle.dumps(first.scaler)), kind("cpu")]
-        ways[2].load_state_dict(pickle.loads(pickle.dumps(first.scaler.state_dict())))
-        late = kind("cpu")
+            run.step(value)
+        first, early, late = run.scaler, kind("cpu"), kind("cpu")
         late.scale(torch.ones(()))
-        late.load_state_dict(first.scaler.state_dict())
-        rest = values(rng, 12)
-        seen = []
-        for scaler in (first.scaler, *ways, late):
-            scaler.rules = ScaleRules(**{**scaler.rules.__dict__, "collapse_after": 0})
-            run = Run(scaler)
-            scales = []
+        for other in (early, late):
+            other.load_state_dict(pickle.loads(pickle.dumps(first.state_dict())))
+        rest, seen = values(rng, 12), set()
+        for scaler in (copy.deepcopy(first), pickle.loads(pickle.dumps(first)), early, late, first):
+            scaler.rules = replace(scaler.rules, collapse_after=0)
+            again, scales = Run(scaler), []
             for value in rest:
-                run.step(value)
-                scales.append(run.seen())
-            seen.append(str((scales, scaler.stats)))
-        assert set(seen) == {seen[0]}
+                again.step(value)
+                scales.append(again.seen())
+            seen.add(str((scales, scaler.stats)))
+        assert len(seen) == 1
 
 
 def test_state_dicts_go_both_ways():
@@ -233,7 +185,7 @@ def test_an_iteration_that_ends_with_a_scale_of_ones_own_counts(kind: type[GradS
     run = Run(kind("cpu", 16.0))
     run.scaler.scale(run.weight)
     run.scaler.update(16.0)  # no step: no iteration
-    for value, new_scale in ((1.0, ()), (math.inf, ()), (1.0, ()), (math.inf, (4.0,)), (1.0, (2.0,))):
+    for value, *new_scale in ((1.0,), (math.inf,), (1.0,), (math.inf, 4.0), (1.0, 2.0)):
         run.step(value, *new_scale)
     stats = run.scaler.stats
     assert (stats.iterations, stats.skipped, stats.skipped_in_a_row, stats.falls_in_a_row) == (5, 2, 0, 0)
@@ -250,8 +202,7 @@ def test_each_optimizer_is_skipped_for_itself_and_the_scale_falls_for_all():
     assert [scaler.step_skipped(run.optimizer) for run in runs] == [False, True]
     assert scaler.step_skipped()
     assert scaler.get_scale() == 8.0
-    assert runs[0].weight[0] != 1
-    assert runs[1].weight[0] == 1
+    assert [run.weight[0] == 1 for run in runs] == [False, True]
 
 
 @pytest.mark.parametrize("kind", [GradScaler, OnDevice])
@@ -284,23 +235,9 @@ def test_collapse_is_said_once_per_collapse():
     for value in (math.inf, 1.0, math.inf, math.inf, math.inf, 1.0, math.nan, math.nan):
         run.step(value)
     assert heard == [run.scaler] * 2
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        quiet = Run(GradScaler("cpu", rules=ScaleRules(collapse_after=0)))
-        for _ in range(20):
-            quiet.step(math.inf)
-
-
-class Reads(TorchDispatchMode):
-    """Counts what makes the host wait for the device."""
-
-    def __init__(self):
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.count += func is torch.ops.aten._local_scalar_dense.default
-        return func(*args, **(kwargs or {}))
+    quiet = Run(GradScaler("cpu", rules=ScaleRules(collapse_after=0)))
+    for _ in range(20):  # warnings are errors
+        quiet.step(math.inf)
 
 
 @pytest.mark.parametrize("fused", [False, True])
@@ -309,33 +246,11 @@ def test_no_more_waiting_than_torch(fused: bool):
     for kind in (torch.amp.GradScaler, OnDevice if fused else GradScaler):
         run = Run(kind("cpu", 16.0, growth_interval=2))
         run.optimizer = torch.optim.SGD([run.weight], lr=0.1, fused=fused)
-        with Reads() as reads:
+        with Counted(*WAITS) as waits:
             for value in (1.0, 1.0, math.inf, 1.0):
                 run.step(value)
-        counts.append(reads.count)
+        counts.append(waits.count)
     assert counts == ([0, 0] if fused else [4, 4])
-
-
-def test_fused_optimizers_are_handed_the_scale():
-    outcomes = []
-    for kind in (torch.amp.GradScaler, GradScaler, OnDevice):
-        run = Run(kind("cpu", 16.0))
-        run.optimizer = torch.optim.Adam([run.weight], lr=0.25, fused=True)
-        for value in (1.0, math.inf, 2.0):
-            run.step(value)
-        outcomes.append(str(run.seen()))
-    assert set(outcomes) == {outcomes[0]}
-    assert run.scaler.stats.skipped == 1
-
-
-def test_sparse_gradients():
-    table = nn.Embedding(4, 2, sparse=True)
-    optimizer, scaler = torch.optim.SGD(table.parameters(), lr=1.0), GradScaler("cpu", 16.0)
-    before = table.weight.detach().clone()
-    scaler.scale(table(torch.tensor([1, 1])).sum()).backward()
-    scaler.step(optimizer)
-    scaler.update()
-    assert torch.equal(table.weight[1], before[1] - 2)
 
 
 def test_a_scale_written_by_another_hand_is_seen():
@@ -357,3 +272,97 @@ def test_unscaled_but_not_stepped_still_moves_the_scale():
         run.scaler.unscale_(run.optimizer)
         run.scaler.update()
         assert run.scaler.get_scale() == 8.0
+
+
+@pytest.mark.parametrize("scale", [0.0, math.inf, math.nan, -1.0, 1e-60, 1e60])
+def test_no_such_scale(scale: float):
+    run = Run(GradScaler("cpu", 16.0))
+    run.step()
+    before = run.scaler.state_dict()
+    with pytest.raises(LossScaleError, match="finite and above 0"):
+        GradScaler("cpu", scale)
+    with pytest.raises(LossScaleError, match="nothing was loaded"):
+        run.scaler.load_state_dict({**before, "scale": scale, "growth_interval": 5})
+    with pytest.raises(LossScaleError, match="finite and above 0"):
+        run.scaler.update(scale)
+    assert run.scaler.state_dict() == before
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"growth_factor": 1.0}, {"growth_factor": math.nan}, {"backoff_factor": 1.0}, {"backoff_factor": 0.0}]
+)
+def test_factors_that_make_no_rule(wrong: dict):
+    with pytest.raises(LossScaleError, match="grows by more"):
+        GradScaler("cpu", **wrong)
+    scaler = GradScaler("cpu")
+    with pytest.raises(LossScaleError, match="nothing was loaded"):
+        scaler.load_state_dict({**scaler.state_dict(), **wrong})
+
+
+def test_other_states_that_are_refused_or_moved():
+    scaler = GradScaler("cpu", rules=ScaleRules(ceiling=2.0**20))
+    with pytest.raises(OptimizerError, match="disabled"):
+        scaler.load_state_dict({})
+    with pytest.raises(LossScaleError, match=r"growth_factor, .* missing"):
+        scaler.load_state_dict({"scale": 1.0})
+    with pytest.raises(LossScaleError, match="-1"):
+        scaler.load_state_dict({**scaler.state_dict(), "_growth_tracker": -1})
+    with pytest.warns(UserWarning, match="moved to 1048576"):
+        scaler.load_state_dict(torch.amp.GradScaler("cpu", 2.0**24).state_dict())
+    assert scaler.get_scale() == 2.0**20
+    rules: dict[str, Any]
+    for rules in ({"decrease_every_n": 0}, {"floor": 0.0}, {"floor": 4.0, "ceiling": 2.0}, {"collapse_after": -1}):
+        with pytest.raises(LossScaleError):
+            ScaleRules(**rules)
+    with pytest.raises(LossScaleError, match="outside"):
+        GradScaler("cpu", 2.0**21, rules=ScaleRules(ceiling=2.0**20))
+    scaler.scale(torch.ones(()))
+    with pytest.raises(LossScaleError, match="outside"):
+        scaler.update(2.0**21)
+
+
+def test_fp16_gradients_are_named_and_left_alone():
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1).half())
+    for given, name in ((model.parameters(), "parameter 2 of group 0"), (model.named_parameters(), "1.weight")):
+        optimizer, scaler = torch.optim.SGD(given), GradScaler("cpu")
+        model.zero_grad()
+        scaler.scale(model[1](model[0](torch.ones(3, 2)).half()).sum()).backward()
+        before: Any = [p.grad.clone() for p in model.parameters()]  # pyright: ignore[reportOptionalMemberAccess]
+        with pytest.raises(LossScaleError, match=rf"{name} \(1, 2\) has an FP16 gradient.*MasterWeights"):
+            scaler.step(optimizer)
+        assert all(torch.equal(p.grad, g) for p, g in zip(model.parameters(), before, strict=True))  # pyright: ignore
+
+
+def test_calls_out_of_order():
+    run = Run(GradScaler("cpu"))
+    scaler, optimizer = run.scaler, run.optimizer
+
+    def refused(told: str, call: Callable, *arguments: Any, **more: Any) -> None:
+        with pytest.raises(OptimizerError, match=told):
+            call(*arguments, **more)
+
+    refused("before any scale", scaler.update)
+    refused("before any scale", scaler.step, optimizer)
+    refused("before any scale", scaler.unscale_, optimizer)
+    scaler.scale(run.weight.sum())
+    refused("no parameter of SGD has a gradient", scaler.step, optimizer)
+    refused("without a step", scaler.update)
+    scaler.scale(run.weight.sum()).backward()
+    scaler.unscale_(optimizer)
+    refused("twice", scaler.unscale_, optimizer)
+    scaler.step(optimizer)
+    refused("stepped already", scaler.step, optimizer)
+    refused("after step", scaler.unscale_, optimizer)
+    scaler.update()
+    refused("closure", scaler.step, optimizer, lambda: 0.0)
+    refused("closure", scaler.step, optimizer, closure=lambda: 0.0)
+
+
+def test_a_disabled_scaler_is_out_of_the_way():
+    run = Run(GradScaler("cpu", enabled=False))
+    run.step(2.0)
+    assert run.weight.tolist() == [1 - 2.0**-7] * 2
+    assert run.scaler.get_scale() == 1.0
+    assert not run.scaler.step_skipped()
+    run.scaler.load_state_dict({})
+    assert pickle.loads(pickle.dumps(run.scaler)).is_enabled() is False

@@ -12,12 +12,11 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from command_line import call, refused, shown, told
 from support import converted
-from torch import nn
-from typer.testing import CliRunner
 
 import fp8engine
-from fp8engine.cli import app, checks
+from fp8engine.cli import checks
 from fp8engine.demo import Config, config, session
 from fp8engine.demo.config import read
 from fp8engine.demo.report import COLUMNS
@@ -27,21 +26,6 @@ from fp8engine.ops import device
 
 ROOT = Path(fp8engine.__file__).parents[1]
 SMALLEST = ("--size", "tiny", "--batch", "2")
-
-
-def call(*arguments: object):
-    """Run the command line in this process."""
-    return CliRunner().invoke(app, [str(argument) for argument in arguments])
-
-
-def refused(told: str, *arguments: object) -> None:
-    """Exit code 2 and one line on standard error; no traceback, nothing on standard output."""
-    result = call(*arguments)
-    assert result.exit_code == 2, result.output
-    assert result.stdout == ""
-    assert result.stderr.startswith("error: ")
-    assert told in result.stderr
-    assert len(result.stderr.splitlines()) == 1
 
 
 @pytest.fixture(autouse=True)
@@ -55,10 +39,7 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
 def trained(tmp_path_factory: pytest.TempPathFactory):
     """Six steps of three recipes: (folder, what was printed as JSON)."""
     out = tmp_path_factory.mktemp("report")
-    recipes = ("-r", "fp32", "-r", "fp16", "-r", "delayed")
-    result = call("train", *SMALLEST, "--steps", 6, *recipes, "--out", out, "--json")
-    assert result.exit_code == 0, result.output
-    return out, json.loads(result.stdout)
+    return out, told("train", *SMALLEST, "--steps", 6, "-r", "fp32", "-r", "fp16", "-r", "delayed", "--out", out)
 
 
 def test_screen_json_and_csv_tell_the_same(trained):
@@ -71,18 +52,9 @@ def test_screen_json_and_csv_tell_the_same(trained):
     for line, row in zip(lines, written["rows"], strict=True):
         assert list(line) == list(row) == list(COLUMNS)
         assert line == {key: "" if value is None else str(value) for key, value in row.items()}
-    assert written["about"]["parameters"] == sum(p.numel() for p in Trainer(*_run("fp32")).model.parameters())
+    assert written["about"]["parameters"] == sum(p.numel() for p in trainer("fp32").model.parameters())
     assert "emulated" in written["note"]
     assert len(written["runs"]["delayed"]["curve"]["losses"]) == 6
-
-
-def _run(recipe: str, steps: int = 6):
-    config = Config(size="tiny", batch=2, steps=steps)
-    return config, recipe, 0, read(None, config.shape.context)
-
-
-def test_the_picture_is_one(trained):
-    out, printed = trained
     assert printed["files"] == [str(out / name) for name in ("table.json", "table.csv", "loss.png")]
     image = (out / "loss.png").read_bytes()
     width, height = (int.from_bytes(image[at : at + 4], "big") for at in (16, 20))
@@ -91,36 +63,42 @@ def test_the_picture_is_one(trained):
     assert 500 < height < 2000
 
 
+def trainer(recipe: str, steps: int = 6) -> Trainer:
+    config = Config(size="tiny", batch=2, steps=steps)
+    return Trainer(config, recipe, 0, read(None, config.shape.context))
+
+
 def test_a_person_gets_the_table_and_what_the_model_writes(tmp_path: Path):
-    result = call("train", *SMALLEST, "--steps", 10, "-r", "fp32", "-r", "current", "--out", tmp_path)
-    assert result.exit_code == 0, result.output
-    assert "fp32          step 1/10  loss 5." in result.stdout
-    for part in ("reference", "(emulated)", "+0.00", "FP8 is emulated", "current writes", "The ", "loss.png"):
-        assert part in result.stdout, part
+    text = shown("train", *SMALLEST, "--steps", 10, "-r", "fp32", "-r", "current", "--out", tmp_path)
+    words = (
+        "fp32          step 1/10  loss 5.",
+        "reference",
+        "(emulated)",
+        "+0.00",
+        "FP8 is emulated",
+        "current writes",
+    )
+    assert [part for part in (*words, "The ", "loss.png") if part not in text] == []
 
 
 def test_resume_goes_on_with_what_is_there(tmp_path: Path):
-    arguments = ("train", *SMALLEST, "--steps", 6, "--out", tmp_path, "--checkpoint-every", 2, "--json")
-    first = json.loads(call(*arguments, "-r", "fp32").stdout)
-    both = json.loads(call(*arguments, "-r", "fp32", "-r", "rowwise", "--resume").stdout)
+    arguments = ("train", *SMALLEST, "--out", tmp_path, "--checkpoint-every", 2, "-r", "fp32", "--steps")
+    first, both = told(*arguments, 6), told(*arguments, 6, "-r", "rowwise", "--resume")
     assert both["runs"]["fp32"] == first["runs"]["fp32"]  # times of every step included: it was not trained again
     assert [row["steps"] for row in both["rows"]] == [6, 6]
-    refused("steps 6 there, 7 here", *(7 if a == 6 else a for a in arguments), "-r", "fp32", "--resume")
+    refused("steps 6 there, 7 here", *arguments, 7, "--resume")
 
 
 def test_a_folder_that_holds_a_run_is_replaced_only_when_asked(tmp_path: Path):
-    arguments = ("train", *SMALLEST, "--steps", 2, "-r", "fp32", "--out", tmp_path, "--json")
-    first = json.loads(call(*arguments).stdout)
-    path = tmp_path / "checkpoints" / "fp32-seed0.pt"
+    arguments = ("train", *SMALLEST, "--steps", 2, "-r", "fp32", "--out", tmp_path)
+    first, path = told(*arguments), tmp_path / "checkpoints" / "fp32-seed0.pt"
     held = {file: file.read_bytes() for file in (path, tmp_path / "table.json")}
-    told = (
-        f"{tmp_path} holds a run ({path.name}, table.json): --resume goes on from its checkpoints, --overwrite replaces"
-    )
-    refused(told, *arguments)
+    remedy = "--resume goes on from its checkpoints, --overwrite replaces"
+    refused(f"{tmp_path} holds a run ({path.name}, table.json): {remedy}", *arguments)
     refused(f"{tmp_path} holds a run (table.json): ", *arguments, "--seed", 1)  # whose table would be replaced
     assert all(file.read_bytes() == content for file, content in held.items())
-    assert json.loads(call(*arguments, "--resume").stdout)["runs"] == first["runs"]
-    anew = json.loads(call(*arguments, "--overwrite").stdout)
+    assert told(*arguments, "--resume")["runs"] == first["runs"]
+    anew = told(*arguments, "--overwrite")
     assert anew["rows"][0]["steps"] == 2
     assert anew["runs"] != first["runs"]  # seconds of every step: it was trained again
     refused("--resume goes on with a run, --overwrite replaces it: give one", *arguments, "--resume", "--overwrite")
@@ -128,20 +106,17 @@ def test_a_folder_that_holds_a_run_is_replaced_only_when_asked(tmp_path: Path):
 
 def test_resume_refuses_a_folder_without_the_checkpoint(tmp_path: Path):
     """A misspelt --out once began again at step 0, with exit code 0."""
-    arguments = ("train", *SMALLEST, "--steps", 2, "-r", "fp32")
-    assert call(*arguments, "--out", tmp_path / "report").exit_code == 0
-    refused("reprot/checkpoints holds no checkpoint", *arguments, "--resume", "--out", tmp_path / "reprot")
-    refused(
+    arguments = ("train", *SMALLEST, "--steps", 2, "-r", "fp32", "--out")
+    shown(*arguments, tmp_path / "report")
+    for words in (
+        "reprot/checkpoints holds no checkpoint",
         "folders beside it with checkpoints: report (did you mean 'report'?). Name",
-        *arguments,
-        "--resume",
-        "--out",
-        tmp_path / "reprot",
-    )
-    refused("leave out --resume to start afresh", *arguments, "--resume", "--out", tmp_path / "else" / "where")
+    ):
+        refused(words, *arguments, tmp_path / "reprot", "--resume")
+    refused("leave out --resume to start afresh", *arguments, tmp_path / "else" / "where", "--resume")
     assert os.listdir(tmp_path) == ["report"]
-    other = ("--resume", "--out", tmp_path / "report", "--seed", 1)
-    refused("holds fp32-seed0.pt, and --resume needs fp32-seed1.pt", *arguments, *other)
+    needs = "holds fp32-seed0.pt, and --resume needs fp32-seed1.pt"
+    refused(needs, *arguments, tmp_path / "report", "--resume", "--seed", 1)
 
 
 def test_what_train_refuses(tmp_path: Path):
@@ -180,27 +155,25 @@ def test_ctrl_c_leaves_a_whole_checkpoint_and_the_report(tmp_path: Path):
     (row,) = json.loads((tmp_path / "table.json").read_text())["rows"]
     assert 7 <= row["steps"] < steps
     assert (tmp_path / "loss.png").stat().st_size > 10_000
-    trainer = Trainer(*_run("delayed", steps))
-    trainer.load(saved)
-    assert trainer.steps_done == row["steps"]
+    resumed = trainer("delayed", steps)
+    resumed.load(saved)
+    assert resumed.steps_done == row["steps"]
     assert os.listdir(saved.parent) == ["delayed-seed0.pt"]  # no half-written file, no next recipe
 
 
 def test_doctor_finds_this_machine_well():
-    result = call("doctor", "--json")
-    told = json.loads(result.stdout)
-    assert result.exit_code == 0, told["problems"]
-    assert told["ok"]
-    assert told["problems"] == []
-    (cpu,) = (one for one in told["devices"] if one["device"] == "cpu")
+    found = told("doctor")
+    assert found["ok"]
+    assert found["problems"] == []
+    (cpu,) = (one for one in found["devices"] if one["device"] == "cpu")
     recipes = ["auto", "current", "delayed", "rowwise", "rowwise_gw_hp", "blockwise", "mxfp8"]
     assert [row["recipe"] for row in cpu["recipes"]] == recipes
     assert all(row["trouble"] is None for row in cpu["recipes"])
     assert cpu["recipes"][0]["emulated"] != device.has_fp8(torch.device("cpu"))
     assert cpu["milliseconds"]["fp32"] > 0
-    shown = call("doctor")
-    assert "everything needed works" in shown.stdout
-    assert "has no FP8 Tensor Cores" in shown.stdout
+    text = shown("doctor")
+    assert "everything needed works" in text
+    assert "has no FP8 Tensor Cores" in text
 
 
 @pytest.mark.parametrize(
@@ -210,24 +183,25 @@ def test_doctor_finds_this_machine_well():
         ("torch", None, "torch is not installed; needed: torch>=2.11"),
         ("triton", "3.5.1", "triton 3.5.1 is installed; needed: triton>=3.6,<3.10"),
         ("triton", "3.10.0", "triton 3.10.0 is installed; needed: triton>=3.6,<3.10"),
+        ("torch", "2.11.0", None),
+        ("torch", "2.13.0+cpu", None),
+        ("torch", "3.0.0a1", None),
+        ("triton", None, None),
     ],
 )
 def test_doctor_names_a_version_that_does_not_fit(package, installed, told, monkeypatch: pytest.MonkeyPatch):
     versions = {"torch": "2.13.0", "triton": "3.6.0"} | {package: installed}
     monkeypatch.setattr(checks, "version", versions.get)
-    result = call("doctor", "--json")
-    assert result.exit_code == 1
-    (problem,) = json.loads(result.stdout)["problems"]
+    found = checks.examine()
+    if told is None:
+        assert found["problems"] == []
+        assert any("fp8engine[hf]" in note for note in found["notes"])
+        return
+    (problem,) = found["problems"]
     assert problem.startswith(told)
-    assert told in call("doctor").stdout
-
-
-@pytest.mark.parametrize("version", ["2.11.0", "2.13.0+cpu", "3.0.0a1"])
-def test_doctor_takes_a_version_that_fits_and_does_without_triton(version, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(checks, "version", {"torch": version}.get)
-    told = checks.examine()
-    assert told["problems"] == []
-    assert any("fp8engine[hf]" in note for note in told["notes"])
+    result = call("doctor")
+    assert result.exit_code == 1
+    assert told in result.stdout
 
 
 def test_doctor_notices_results_that_are_wrong(monkeypatch: pytest.MonkeyPatch):
@@ -257,22 +231,15 @@ def test_doctor_says_when_our_matmuls_were_not_measured_on_such_a_card(ratio, no
     assert all("python -m benchmarks.tune --write" in note for note in found)
 
 
-class Small(nn.Module):
-    """Three linear layers, the last a head."""
-
-    def __init__(self):
-        super().__init__()
-        self.up, self.down, self.lm_head = nn.Linear(32, 96), nn.Linear(96, 32), nn.Linear(32, 64)
-
-
 @pytest.fixture
 def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with a user's module, which `inspect` is called in."""
+    """A folder with a user's module of three linear layers, the last a head, which `inspect` is called in."""
     (tmp_path / "models.py").write_text(
-        "from test_cli import Small\nsmall = Small\nmade = Small()\n"
-        "def number(): return 7\ndef fails(): raise KeyError('weights')\n"
+        "from torch import nn\n"
+        "sizes = {'up': (32, 96), 'down': (96, 32), 'lm_head': (32, 64)}\n"
+        "def small(): return nn.ModuleDict({name: nn.Linear(*size) for name, size in sizes.items()})\n"
+        "made = small()\ndef number(): return 7\ndef fails(): raise KeyError('weights')\n"
     )
-    monkeypatch.setitem(sys.modules, "test_cli", sys.modules[__name__])
     monkeypatch.chdir(tmp_path)
     monkeypatch.delitem(sys.modules, "models", raising=False)
     return tmp_path
@@ -280,19 +247,18 @@ def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.parametrize("target", ["models:small", "models:made"])
 def test_inspect_of_a_function_by_hand(target: str, script: Path):
-    told = json.loads(call("inspect", target, "--json", "--override", "down=rowwise_gw_hp").stdout)
-    assert [layer["recipe"] for layer in told["layers"]] == ["auto", "rowwise_gw_hp", None]
-    assert "output head" in told["layers"][2]["reason"]
+    found = told("inspect", target, "--override", "down=rowwise_gw_hp")
+    assert [layer["recipe"] for layer in found["layers"]] == ["auto", "rowwise_gw_hp", None]
+    assert "output head" in found["layers"][2]["reason"]
     sizes = 96 * 32, 32 * 96, 64 * 32
-    assert told["totals"]["fp8_flops_share"] == pytest.approx((sizes[0] + sizes[1] * 2 / 3) / sum(sizes), rel=1e-12)
-    assert told["totals"]["converted"] == 2
+    share = (sizes[0] + sizes[1] * 2 / 3) / sum(sizes)
+    assert found["totals"]["fp8_flops_share"] == pytest.approx(share, rel=1e-12)
+    assert found["totals"]["converted"] == 2
     assert "" not in sys.path[:1]
-    table = call("inspect", target, "--skip", "d*n")
-    assert table.exit_code == 0
-    assert "--skip d*n" in table.stdout
-    assert "1 of 3 linear layers would be in FP8, 37.5% of all their FLOPs" in table.stdout
-    sixteen = call("inspect", target, "--override", "down=bf16")
-    assert "1 of 3 linear layers would be in FP8, 37.5% of all their FLOPs" in sixteen.stdout
+    for option in (("--skip", "d*n"), ("--override", "down=bf16")):
+        text = shown("inspect", target, *option)
+        assert "1 of 3 linear layers would be in FP8, 37.5% of all their FLOPs" in text
+        assert ("--skip d*n" in text) == ("--skip" in option)
 
 
 def test_what_inspect_refuses(script: Path):
@@ -311,22 +277,16 @@ def test_what_inspect_refuses(script: Path):
 
 def test_inspect_of_a_model_folder_reads_no_weights(tmp_path: Path):
     """Two layers as wide as a 70B Llama, built where nothing is allocated."""
-    config = transformers.LlamaConfig(
-        hidden_size=8192, intermediate_size=28672, num_hidden_layers=2, num_attention_heads=64, num_key_value_heads=8
-    )
+    size = {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 2, "num_attention_heads": 64}
+    config = transformers.LlamaConfig(**size, num_key_value_heads=8)  # pyright: ignore[reportArgumentType]
     config.architectures = ["LlamaForCausalLM"]
     config.save_pretrained(tmp_path)
-    told = json.loads(call("inspect", tmp_path, "--recipe", "blockwise", "--json").stdout)
-    assert told["class"] == "LlamaForCausalLM"
-    assert told["totals"] | {"fp8_flops_share": 0} == {
-        "layers": 15,
-        "converted": 14,
-        "in_fp8": 14,
-        "left_alone": 1,
-        "fp8_flops_share": 0,
-    }
-    assert told["layers"][0]["name"] == "model.layers.0.self_attn.q_proj"
-    assert told["layers"][-1]["recipe"] is None
+    found = told("inspect", tmp_path, "--recipe", "blockwise")
+    assert found["class"] == "LlamaForCausalLM"
+    counts = {name: count for name, count in found["totals"].items() if name != "fp8_flops_share"}
+    assert counts == {"layers": 15, "converted": 14, "in_fp8": 14, "left_alone": 1}
+    assert found["layers"][0]["name"] == "model.layers.0.self_attn.q_proj"
+    assert found["layers"][-1]["recipe"] is None
     (tmp_path / "config.json").write_text("{")
     refused("transformers cannot build", "inspect", tmp_path)
 
@@ -339,40 +299,42 @@ def test_inspect_counts_the_experts_that_a_token_passes(tmp_path: Path, kind: st
     config = getattr(transformers, f"{kind}Config")(**size, **experts, intermediate_size=96, vocab_size=128)
     config.architectures = [f"{kind}ForCausalLM"]
     config.save_pretrained(tmp_path)
-    told = json.loads(call("inspect", tmp_path, "--json").stdout)
-    up = next(layer for layer in told["layers"] if layer["name"].endswith("experts.gate_up_proj"))
+    found = told("inspect", tmp_path)
+    up = next(layer for layer in found["layers"] if layer["name"].endswith("experts.gate_up_proj"))
     assert (up["shape"], up["experts"]) == ([8, 192, 64], [chosen, 8])
     assert up["reason"].endswith(f"; {chosen} of 8 a token")
-    q = next(layer for layer in told["layers"] if layer["name"].endswith("q_proj"))
+    q = next(layer for layer in found["layers"] if layer["name"].endswith("q_proj"))
     assert q["experts"] is None
     assert up["flops_share"] / q["flops_share"] == pytest.approx(chosen * 192 * 64 / 64**2)
-    assert sum(layer["flops_share"] for layer in told["layers"]) == pytest.approx(1)
+    shares = {layer["name"]: layer["flops_share"] for layer in found["layers"]}
+    assert sum(shares.values()) == pytest.approx(1)
 
     model = converted(getattr(transformers, f"{kind}ForCausalLM")(config))
     model(input_ids=torch.arange(12)[None])
     report = fp8engine.inspect(model)
-    assert told["totals"]["fp8_flops_share"] == pytest.approx(report.totals["fp8_flops_share"])
-    shares = {layer["name"]: layer["flops_share"] for layer in report.layers}
-    assert {layer["name"]: layer["flops_share"] for layer in told["layers"]} == pytest.approx(shares)
+    assert found["totals"]["fp8_flops_share"] == pytest.approx(report.totals["fp8_flops_share"])
+    assert {layer["name"]: layer["flops_share"] for layer in report.layers} == pytest.approx(shares)
 
 
-def test_inspect_counts_one_of_moshis_layers_which_codebooks_share_out(script):
-    """fe.inspect counts as much; all four were counted once."""
-    (script / "moshi.py").write_text(
-        "from torch import nn\nfrom transformers.models.moshi.modeling_moshi import MoshiFlexibleLinear\n"
-        "model = nn.ModuleDict({'plain': nn.Linear(16, 32), 'codebooks': MoshiFlexibleLinear(16, 32, num_layers=4)})\n"
-    )
-    told = json.loads(call("inspect", "moshi:model", "--json").stdout)
-    assert [layer["experts"] for layer in told["layers"]] == [None, [1, 4]]
-    assert [layer["flops_share"] for layer in told["layers"]] == [0.5, 0.5]
-    assert told["layers"][1]["reason"].endswith("; 1 of 4 a token")
+ONE_OF_FOUR = {
+    "codebooks of Moshi": "MoshiFlexibleLinear(16, 32, num_layers=4)",
+    "experts of a GroupedLinear": "fe.GroupedLinear(4, 32, 16, recipe='current')",
+}
 
 
-def test_inspect_sends_a_row_of_a_grouped_linear_to_one_expert(script):
-    (script / "grouped.py").write_text(
+@pytest.mark.parametrize("layer", ONE_OF_FOUR.values(), ids=ONE_OF_FOUR)
+def test_a_row_passes_one_of_four_matrices(layer: str, script: Path):
+    """All four were counted once; fe.inspect counts as much."""
+    (script / "shared_out.py").write_text(
         "from torch import nn\nimport fp8engine as fe\n"
-        "model = nn.Sequential(nn.Linear(32, 16), fe.GroupedLinear(4, 32, 16, recipe='current'))\n"
+        "from transformers.models.moshi.modeling_moshi import MoshiFlexibleLinear\n"
+        f"model = nn.ModuleDict({{'plain': nn.Linear(32, 16), 'shared': {layer}}})\n"
     )
-    told = json.loads(call("inspect", "grouped:model", "--json").stdout)
-    assert [layer["experts"] for layer in told["layers"]] == [None, [1, 4]]
-    assert [layer["flops_share"] for layer in told["layers"]] == [0.5, 0.5]
+    sys.modules.pop("shared_out", None)
+    found = told("inspect", "shared_out:model")
+    assert [row["experts"] for row in found["layers"]] == [None, [1, 4]]
+    assert [row["flops_share"] for row in found["layers"]] == [0.5, 0.5]
+    if "Moshi" in layer:
+        assert found["layers"][1]["reason"].endswith("; 1 of 4 a token")
+    model = converted(sys.modules["shared_out"].model)
+    assert [row["flops_share"] for row in fp8engine.inspect(model).layers] == [0.5, 0.5]

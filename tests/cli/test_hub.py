@@ -82,32 +82,35 @@ def hub(model: Path) -> Iterator[tuple[str, list[str]]]:
     thread.join()
 
 
-def call(address: str, cache: Path, *words: str) -> subprocess.CompletedProcess:
-    """The command line in a process of its own: huggingface_hub reads the environment when it is imported."""
+def call(address: str, cache: Path, *words: object, fails: bool = False) -> tuple[str, str]:
+    """What the command line prints and says beside it, in a process of its own.
+
+    huggingface_hub reads the environment when it is imported.
+    """
     environment = os.environ | {"HF_ENDPOINT": address, "HF_HOME": str(cache), "HF_HUB_DISABLE_TELEMETRY": "1"}
     environment.pop("HF_HUB_OFFLINE", None)
-    command = [sys.executable, "-m", "fp8engine", *words]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    command = [sys.executable, "-m", "fp8engine", *map(str, words)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert (done.returncode != 0) == fails, done.stderr
+    return done.stdout, " ".join(done.stderr.split())
 
 
 @pytest.mark.slow
 def test_a_model_is_downloaded_and_later_taken_from_the_cache(hub: tuple[str, list[str]], tmp_path: Path):
     address, asked = hub
     cache, closed = tmp_path / "cache", "http://127.0.0.1:9"  # nobody listens at port 9
-    shown = call(address, cache, "inspect", ID, "-r", "current", "--json")
-    assert shown.returncode == 0, shown.stderr
-    told = json.loads(shown.stdout)
+    words = ("inspect", ID, "-r", "current", "--json")
+    shown, said = call(address, cache, *words)
+    told = json.loads(shown)
     assert (told["class"], told["totals"]["converted"]) == ("LlamaForCausalLM", 14)
     assert set(asked) == {"config.json"}  # no weights for sizes
-    assert "cannot be reached" not in shown.stderr
-    without = call(closed, cache, "inspect", ID, "-r", "current", "--json")
-    assert without.returncode == 0, without.stderr
-    assert json.loads(without.stdout) == told
-    assert f"{ID}: the Hugging Face hub cannot be reached; read from the local cache, {cache}" in without.stderr
-    other = call(closed, tmp_path / "empty", "inspect", ID)
-    assert other.returncode != 0
-    assert f"'{ID}' is neither a folder that exists nor module:function" in " ".join(other.stderr.split())
-    assert "nor in the local cache" in " ".join(other.stderr.split())
+    assert "cannot be reached" not in said
+    without, said = call(closed, cache, *words)
+    assert json.loads(without) == told
+    assert f"{ID}: the Hugging Face hub cannot be reached; read from the local cache, {cache}" in said
+    _, said = call(closed, tmp_path / "empty", "inspect", ID, fails=True)
+    assert f"'{ID}' is neither a folder that exists nor module:function" in said
+    assert "nor in the local cache" in said
 
 
 @pytest.mark.slow
@@ -115,20 +118,15 @@ def test_weights_of_a_hub_are_compared_and_exported(hub: tuple[str, list[str]], 
     address, asked = hub
     asked.clear()
     (tmp_path / "text.txt").write_text("one paragraph\n\nand another\n")
-    words = ["--tokenizer", "bytes", "--text", str(tmp_path / "text.txt"), "-r", "current"]
-    compared = call(address, tmp_path / "cache", "compare", ID, *words, "--out", str(tmp_path / "report"))
-    assert compared.returncode == 0, compared.stderr
+    words = ("--tokenizer", "bytes", "--text", tmp_path / "text.txt", "-r", "current", "--out", tmp_path / "report")
+    call(address, tmp_path / "cache", "compare", ID, *words)
     assert {"config.json", "model.safetensors"} <= set(asked)
     assert "modeling.py" not in asked
-    exported = call(address, tmp_path / "cache", "export", ID, str(tmp_path / "out"), "-r", "current")
-    assert exported.returncode == 0, exported.stderr
+    call(address, tmp_path / "cache", "export", ID, tmp_path / "out", "-r", "current")
     assert (tmp_path / "out" / "model.safetensors").is_file()
 
 
 def test_what_is_no_model_of_the_hub_is_named(hub: tuple[str, list[str]], tmp_path: Path):
-    address, _ = hub
-    found = call(address, tmp_path, "inspect", "somebody/nothing")
-    told = " ".join(found.stderr.split())
-    assert found.returncode != 0
-    assert "'somebody/nothing' is neither a folder that exists nor module:function, nor a model" in told
-    assert "Traceback" not in told
+    _, said = call(hub[0], tmp_path, "inspect", "somebody/nothing", fails=True)
+    assert "'somebody/nothing' is neither a folder that exists nor module:function, nor a model" in said
+    assert "Traceback" not in said

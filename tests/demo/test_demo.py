@@ -74,18 +74,14 @@ def test_the_share_in_fp8_is_all_but_the_head(recipe: str):
     assert 0 <= result.saturated <= result.underflowed + 1e-3 < 0.05
 
 
-def keep_input(into: list[torch.Tensor], _: torch.nn.Module, args: tuple) -> None:
-    into.append(args[0])
-
-
 def test_a_recipe_changes_neither_bytes_nor_first_weights():
     seen: dict[str, list[torch.Tensor]] = {}
     first: dict[str, list[torch.Tensor]] = {}
     for recipe in ("fp32", "current", "fp16"):
-        one = trainer(recipe)
+        one, seen[recipe] = trainer(recipe), []
         first[recipe] = [parameter.detach().clone() for parameter in one.model.parameters()]
-        seen[recipe] = []
-        one.model.register_forward_pre_hook(functools.partial(keep_input, seen[recipe]))
+        model: Any = one.model
+        model.register_forward_pre_hook(lambda _, args, into=seen[recipe]: into.append(args[0]))
         for _ in range(3):
             one.step()
     for recipe in ("current", "fp16"):
@@ -112,12 +108,9 @@ def test_validation_is_on_other_bytes_the_last_tenth():
     assert windows.shape == (64, 65)
     assert torch.equal(windows[0], whole[len(text.train) :][:65].long())
     assert torch.equal(windows[-1], whole[-65:].long())
-
-
-def test_a_batch_can_reach_every_byte_of_the_training_part():
-    text = Text(torch.arange(10, dtype=torch.uint8), torch.arange(10, dtype=torch.uint8), "")
-    starts = {int(row[0]) for step in range(50) for row in text.batch(0, step, 4, 8)}
-    assert starts == {0, 1}  # 8 + 1 of 10 bytes: two places
+    few = Text(torch.arange(10, dtype=torch.uint8), torch.arange(10, dtype=torch.uint8), "")
+    starts = {int(row[0]) for step in range(50) for row in few.batch(0, step, 4, 8)}
+    assert starts == {0, 1}, "a batch can reach every byte: 8 + 1 of 10 have two places"
 
 
 def test_entropy_of_pairs_by_hand():
@@ -205,20 +198,24 @@ def test_the_learning_rate_rises_then_falls():
 
 
 @pytest.mark.parametrize(
-    ("wrong", "told"),
+    ("kind", "wrong", "told"),
     [
-        ({"size": "smal"}, "did you mean 'small'"),
-        ({"steps": 0}, "steps=0"),
-        ({"batch": -1}, "batch=-1"),
-        ({"lr": 0.0}, "lr=0.0"),
-        ({"lr": math.nan}, "lr=nan"),
-        ({"device": "cuda:99"}, "device 'cuda:99' cannot be used here"),
-        ({"device": "gpu"}, "device 'gpu' cannot be used here"),
+        (Config, {"size": "smal"}, "did you mean 'small'"),
+        (Config, {"steps": 0}, "steps=0"),
+        (Config, {"batch": -1}, "batch=-1"),
+        (Config, {"lr": 0.0}, "lr=0.0"),
+        (Config, {"lr": math.nan}, "lr=nan"),
+        (Config, {"device": "cuda:99"}, "device 'cuda:99' cannot be used here"),
+        (Config, {"device": "gpu"}, "device 'gpu' cannot be used here"),
+        (Session, {"recipes": ("fp32", "rowise")}, "did you mean 'rowwise'"),
+        (Session, {"recipes": ("fp32", "fp32")}, "want each once"),
+        (Session, {"recipes": ()}, "at least one"),
+        (Session, {"checkpoint_every": 0}, "checkpoint_every=0"),
     ],
 )
-def test_a_configuration_that_cannot_be(wrong: dict, told: str):
+def test_a_configuration_or_a_session_that_cannot_be(kind: type, wrong: dict, told: str):
     with pytest.raises((DemoError, UnknownName), match=told):
-        Config(**wrong)
+        kind(**wrong)
 
 
 def test_a_text_of_ones_own(tmp_path):
@@ -231,20 +228,6 @@ def test_a_text_of_ones_own(tmp_path):
         read(str(path), 64)
     with pytest.raises(DemoError, match="No such file"):
         read(str(tmp_path / "nowhere"), 64)
-
-
-@pytest.mark.parametrize(
-    ("wrong", "told"),
-    [
-        ({"recipes": ("fp32", "rowise")}, "did you mean 'rowwise'"),
-        ({"recipes": ("fp32", "fp32")}, "want each once"),
-        ({"recipes": ()}, "at least one"),
-        ({"checkpoint_every": 0}, "checkpoint_every=0"),
-    ],
-)
-def test_a_session_is_checked_before_it_trains(wrong: dict, told: str):
-    with pytest.raises((DemoError, UnknownName), match=told):
-        Session(**wrong)
 
 
 class Stopper(Silent):
@@ -317,27 +300,23 @@ def panel_of(draw: Callable, *arguments: Any) -> Any:
 def test_the_picture_pairs_losses_with_fp32s_of_the_same_seed_and_step():
     """Of three seeds +10 %, +20 % and +60 %: their mean is 30, its standard error sqrt(700 / 3); a NaN is left out."""
     base = run(Config(size="tiny", steps=2, batch=2), "fp32")
-    results = [replace(base, seed=seed, validation_loss=loss) for seed, loss in enumerate((1.0, 2.0, 4.0))]
-    results += [
-        replace(base, recipe="current", seed=seed, validation_loss=loss) for seed, loss in enumerate((1.1, 2.4, 6.4))
-    ]
-    results += [replace(base, recipe="auto", steps=1, validation_loss=9.0), replace(base, recipe="auto", seed=7)]
-    results += [replace(base, recipe="delayed", validation_loss=math.nan)]
+    change = functools.partial(replace, base)
+    full = [change(seed=seed, validation_loss=loss) for seed, loss in enumerate((1.0, 2.0, 4.0))]
+    current = [change(recipe="current", seed=seed, validation_loss=loss) for seed, loss in enumerate((1.1, 2.4, 6.4))]
+    others = [change(recipe="auto", steps=1, validation_loss=9.0), change(recipe="auto", seed=7)]
+    others.append(change(recipe="delayed", validation_loss=math.nan))
+    results = [*full, *current, *others]
     found = picture.by_recipe(results)
     assert found == {"current": pytest.approx([10, 20, 60], rel=1e-9), "auto": [], "delayed": []}
     panel = panel_of(picture._difference, results)
     assert [text.get_text() for text in panel.texts] == ["+30.00 ± 15.28"]
     assert [tick.get_text() for tick in panel.get_yticklabels()] == ["current"]
     assert "mean of 3 seeds" in panel.get_title(loc="left")
-
-
-def test_the_picture_of_one_seed_has_no_error_and_says_so():
-    base = run(Config(size="tiny", steps=1, batch=2), "fp32")
-    other = replace(base, recipe="current", validation_loss=1.5 * base.validation_loss)
-    panel = panel_of(picture._difference, [base, other])
-    assert [text.get_text() for text in panel.texts] == ["+50.00"]
+    panel = panel_of(picture._difference, [full[0], current[0]])
+    assert [text.get_text() for text in panel.texts] == ["+10.00"], "one seed has no error"
     assert "one seed" in panel.get_title(loc="left")
-    assert [text.get_text() for text in panel_of(picture._difference, [other]).texts] == ["no run beside one of fp32"]
+    panel = panel_of(picture._difference, current)
+    assert [text.get_text() for text in panel.texts] == ["no run beside one of fp32"]
 
 
 def test_the_picture_shows_each_format_from_its_step_on():

@@ -30,22 +30,22 @@ def cells(report: Report, heading: str, most: int = 99) -> list[str]:
     return list(map(str, column.cells))
 
 
-def terminal(height: int = 50) -> tuple[Console, io.StringIO]:
-    out = io.StringIO()
-    return Console(file=out, force_terminal=True, width=160, height=height, color_system=None), out
+def terminal(height: int = 50) -> Console:
+    return Console(file=io.StringIO(), force_terminal=True, width=160, height=height, color_system=None)
+
+
+def printed(console: Console) -> str:
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
 
 
 def test_a_terminal_shows_every_layer_its_formats_and_what_was_decided(tmp_path):
-    console, out = terminal()
-    config = Config(size="tiny", steps=22, batch=2)
+    console, plain = terminal(), Console(file=io.StringIO(), width=160)
     with shown(console, ("fp32", "auto"), 22, watch=True) as screen:
         assert isinstance(screen, Watch)
-        train(config, Session(recipes=("fp32", "auto"), out=tmp_path), screen)
-        drawn = screen.drawn()
-    plain = Console(file=io.StringIO(), width=160)
-    plain.print(drawn)
-    assert isinstance(plain.file, io.StringIO)
-    text = plain.file.getvalue()
+        train(Config(size="tiny", steps=22, batch=2), Session(recipes=("fp32", "auto"), out=tmp_path), screen)
+        plain.print(screen.drawn())
+    text = printed(plain)
     bars = [line for line in text.splitlines() if line.startswith(("fp32 ", "auto "))]
     assert len(bars) == 2
     assert all("22/22" in bar and "loss " in bar and "tokens/s" in bar for bar in bars)
@@ -53,18 +53,18 @@ def test_a_terminal_shows_every_layer_its_formats_and_what_was_decided(tmp_path)
     assert len(rows) == 8  # two blocks of four
     assert all(row.count("E4M3") >= 3 for row in rows)  # gradients too, as sampled at step 19
     assert "predicted SQNR" in text
-    assert "22/22" in out.getvalue()
+    assert "22/22" in printed(console)
 
 
 def test_the_bars_stand_above_the_layers_while_a_recipe_is_trained():
-    console, out = terminal()
+    console = terminal()
     with shown(console, ("fp32", "auto"), 22, watch=True) as screen:
         screen.step("fp32", 3, 4.25, 1000.0)
         assert isinstance(screen, Watch)
         console.print(screen.drawn())
-    first, second = [line for line in out.getvalue().splitlines() if "/22" in line][:2]
-    assert all(part in first for part in ("fp32 ", " 3/22 ", "loss 4.2500", "1,000 tokens/s"))
-    assert all(part in second for part in ("auto ", " 0/22 ", "waiting"))
+    one, other = [line for line in printed(console).splitlines() if "/22" in line][:2]
+    assert all(part in one for part in ("fp32 ", " 3/22 ", "loss 4.2500", "1,000 tokens/s"))
+    assert all(part in other for part in ("auto ", " 0/22 ", "waiting"))
 
 
 def test_elsewhere_there_are_lines(tmp_path):
@@ -107,8 +107,7 @@ def test_warnings_are_counted_and_told_in_their_order():
 
 
 def test_a_fixed_recipe_has_no_sqnr_and_is_drawn(tmp_path):
-    console, _ = terminal(height=20)
-    with shown(console, ("current",), 2, watch=True) as screen:
+    with shown(terminal(height=20), ("current",), 2, watch=True) as screen:
         train(Config(size="tiny", steps=2, batch=2), Session(recipes=("current",), out=tmp_path), screen)
         assert isinstance(screen, Watch)
         assert screen.report is not None

@@ -16,11 +16,13 @@ WIDTH = 16
 
 
 class Part(nn.Module):
-    """A function as a module."""
+    """A function as a module, which holds these parts."""
 
-    def __init__(self, function: Callable[[torch.Tensor], Any]):
+    def __init__(self, function: Callable[[Any], Any], **parts: nn.Module):
         super().__init__()
-        self.function: Callable[[torch.Tensor], Any] = function
+        self.function: Callable[[Any], Any] = function
+        for name, part in parts.items():
+            self.add_module(name, part)
 
     def forward(self, x):
         return self.function(x)
@@ -76,7 +78,7 @@ class Case:
         return self.name
 
 
-PART, BLOCK = "blocks.1.part", "blocks.1"
+PART = "blocks.1.part"
 
 
 def forward(name: str, function: Callable, *ops: str) -> Case:
@@ -85,6 +87,16 @@ def forward(name: str, function: Callable, *ops: str) -> Case:
 
 def backward(name: str, function: Callable, *ops: str, scale: float = 1.0) -> Case:
     return Case(name, lambda **how: Net(Part(function), **how), PART, "grad_input", ops, scale)
+
+
+def layer(name: str, part: Callable[[], nn.Module], *ops: str) -> Case:
+    """The layer in the planted part overflows."""
+    return Case(name, lambda **how: Net(part(), **how), f"{PART}.layer", "output", ops)
+
+
+def between(name: str, function: Callable, operand: str, op: str) -> Case:
+    """The forward of the block itself does, between its parts."""
+    return Case(name, lambda **how: Net(None, function, **how), "blocks.1", operand, (op,))
 
 
 def _linear(fill: float) -> nn.Linear:
@@ -148,30 +160,10 @@ FORWARD = [
     forward("zero times Inf", lambda x: x.new_full(x.shape, torch.inf) * (x - x), "mul"),
     forward("cumsum", lambda x: (x.half().abs() + 8192).cumsum(-1), "cumsum"),
     forward("reciprocal of underflow", lambda x: (x.half() * 1e-8).reciprocal(), "reciprocal"),
-    Case(
-        "linear", lambda **how: Net(Positive(_linear(6e4)), **how), f"{PART}.layer", "output", ("addmm", "mm", "linear")
-    ),
-    Case(
-        "linear, only -Inf",
-        lambda **how: Net(Positive(_linear(-6e4)), **how),
-        f"{PART}.layer",
-        "output",
-        ("addmm", "mm", "linear"),
-    ),
-    Case(
-        "convolution",
-        lambda **how: Net(Positive(_conv(), (1, WIDTH)), **how),
-        f"{PART}.layer",
-        "output",
-        ("convolution", "mkldnn_convolution"),
-    ),
-    Case(
-        "exp in a container's forward",
-        lambda **how: Net(None, lambda x: torch.exp(x.half() + 20), **how),
-        BLOCK,
-        "output",
-        ("exp",),
-    ),
+    layer("linear", lambda: Positive(_linear(6e4)), "addmm", "mm", "linear"),
+    layer("linear, only -Inf", lambda: Positive(_linear(-6e4)), "addmm", "mm", "linear"),
+    layer("convolution", lambda: Positive(_conv(), (1, WIDTH)), "convolution", "mkldnn_convolution"),
+    between("exp in a container's forward", lambda x: torch.exp(x.half() + 20), "output", "exp"),
     forward("in place", lambda x: x.mul_(2.0**20), "mul_"),
     Case("exp in the model's forward", _root, "", "output", ("exp",)),
     Case("weight is Inf", _inf_weight, "blocks.1.down", "weight"),
@@ -184,13 +176,7 @@ BACKWARD = [
     backward("pow'(0)", lambda x: (x * 0).abs().pow(0.5) + x, "PowBackward0"),
     backward("1/x of small", lambda x: 1e-3 / (x.half() * 0 + 1e-3), "ReciprocalBackward0", "DivBackward0", scale=2048),
     backward("scaled up and down", lambda x: (x.half() * 2.0**-10) * 2.0**10, "MulBackward0", scale=2.0**14),
-    Case(
-        "sqrt'(0) in a container's forward",
-        lambda **how: Net(None, lambda x: torch.sqrt(x * 0) + x, **how),
-        BLOCK,
-        "grad_input",
-        ("SqrtBackward0",),
-    ),
+    between("sqrt'(0) in a container's forward", lambda x: torch.sqrt(x * 0) + x, "grad_input", "SqrtBackward0"),
     Case("weight gradient", _heavy, f"{PART}.1", "grad_weight", ("AddmmBackward0", "MmBackward0"), 2.0**12),
     Case("loss scale", Net, None, "grad_output", scale=2.0**30),
 ]
@@ -213,3 +199,10 @@ def step(model: nn.Module, case: Case) -> None:
     with torch.autocast("cpu", torch.float16):
         loss = model(x.requires_grad_()).float().pow(2).mean()
     (loss * case.scale).backward()
+
+
+def first(watch: Any, *names: str) -> tuple:
+    """These fields of a watch's first finding."""
+    found = watch.first()
+    assert found is not None
+    return tuple(getattr(found, name) for name in names)

@@ -1,9 +1,10 @@
-"""Means and standard errors of `fp8engine compare`, held against the same formulas in NumPy; and its blocks."""
+"""Means and standard errors of `fp8engine compare`, held against the same formulas in NumPy; its blocks and batches."""
 
 import copy
 import math
 import struct
 import sys
+from collections import OrderedDict
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,12 +12,13 @@ import numpy as np
 import pytest
 import tiny_models
 import torch
+import transformers
 from support import converted
 from torch import nn
 
 from fp8engine.errors import ConversionError
 from fp8engine.report.compare import compare_recipes, picture
-from fp8engine.report.compare.batches import BYTES, NOTHING, Batch, Tokens, batches
+from fp8engine.report.compare.batches import BYTES, NOTHING, Batch, Tokens, batches, pieces
 from fp8engine.report.compare.scores import Scores, ratio
 
 IDS = [[5, 9, 33, 2, 7], [1, 60, 3, 3, 20, 11, 8, 40, 4], [17, 2, 50], [6, 30, 31]]
@@ -57,32 +59,18 @@ def test_the_change_of_the_loss_and_its_error_are_paired_over_texts_of_different
     assert abs(sums[1]) > 2e-5  # the tolerance is no bigger than what is measured
 
 
-def test_the_error_of_equal_lengths_is_that_of_a_mean():
-    found = ratio([3.0, 5.0, 10.0], [2, 2, 2])
-    each = np.array([1.5, 2.5, 5.0])
-    assert found is not None
-    assert found.value == pytest.approx(each.mean(), rel=1e-15)
-    assert found.error == pytest.approx(each.std(ddof=1) / np.sqrt(3), rel=1e-15)
-
-
-def test_one_text_has_no_error():
+@pytest.mark.parametrize("texts", [1, 4])
+def test_the_change_in_percent_is_of_the_fp32_loss_and_one_text_has_no_error(texts: int):
     model = tiny_models.llama()
-    found = compare_recipes(model, batches(model, IDS[:1], TOKENS), ["current"])
-    (result,) = found.results
-    assert result.change is not None
-    assert result.change.value != 0
-    assert result.change.error is None
-    told = found.to_dict()["results"][0]
-    assert told["change"] == result.change.value
-    assert [told[key] for key in ("change_error", "change_percent_error", "top1_error")] == [None] * 3
-
-
-def test_the_change_in_percent_is_of_the_fp32_loss():
-    model = tiny_models.llama()
-    found = compare_recipes(model, batches(model, IDS, TOKENS), ["current"])
-    told = found.to_dict()["results"][0]
-    assert told["change_percent"] == pytest.approx(100 * (told["loss"] / found.loss - 1), rel=1e-6)  # pyright: ignore
-    assert told["change_percent_error"] == pytest.approx(100 * told["change_error"] / found.loss, rel=1e-12)  # pyright: ignore
+    found = compare_recipes(model, batches(model, IDS[:texts], TOKENS), ["current"])
+    result: Any = found.to_dict()["results"][0]
+    assert result["change"] != 0
+    assert result["change_percent"] == pytest.approx(100 * (result["loss"] / found.loss - 1), rel=1e-6)  # pyright: ignore
+    errors = [result[key] for key in ("change_error", "change_percent_error", "top1_error")]
+    if texts == 1:
+        assert errors == [None] * 3
+    else:
+        assert errors[1] == pytest.approx(100 * errors[0] / found.loss, rel=1e-12)
 
 
 class Overflows(nn.Module):
@@ -127,16 +115,13 @@ def test_padding_is_no_answer_of_a_token_classifier():
     high = torch.tensor([[[1.0, 0.0]] * 3, [[1.0, 0.0]] * 3])
     low = high.clone()
     low[0, 1] = low[1, 1] = low[1, 2] = torch.tensor([0.0, 1.0])  # the last two are padding
-    scores = Scores()
-    scores.add(SimpleNamespace(logits=low), SimpleNamespace(logits=high), Batch((), real, None))
+    scores, batch = Scores(), Batch((), real, None)
+    scores.add(SimpleNamespace(logits=low), SimpleNamespace(logits=high), batch)
     assert (scores.same, scores.answers) == ([2, 1], [3, 1])
     assert scores.output.sqnr_db == pytest.approx(10 * math.log10(4 / 2), abs=1e-12)
+    logits = SimpleNamespace(logits=torch.ones(5, 2))
     with pytest.raises(ConversionError, match=r"logits are \[5, 2\] for \[2, 3\] tokens"):
-        scores.add(
-            SimpleNamespace(logits=low[0, :1].expand(5, 2)),
-            SimpleNamespace(logits=torch.ones(5, 2)),
-            Batch((), real, None),
-        )
+        scores.add(logits, logits, batch)
 
 
 def test_targets_that_a_batch_lacks_are_none():
@@ -182,23 +167,12 @@ def test_a_block_has_its_worst_layer_and_the_noise_of_its_output():
     assert result.blocks[2].own_sqnr_db is None  # the head is left alone
 
 
-class Blockless(nn.Module):
-    """Two linear layers whose names have no number."""
-
-    def __init__(self):
-        super().__init__()
-        self.embed, self.up, self.down = nn.Embedding(256, 32), nn.Linear(32, 64), nn.Linear(64, 32)
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        return self.down(self.up(self.embed(ids)))
-
-
 def test_a_model_without_blocks_has_its_layers_as_blocks():
-    model = Blockless()
+    model = nn.Sequential(OrderedDict(embed=nn.Embedding(256, 32), up=nn.Linear(32, 64), down=nn.Linear(64, 32)))
     (result,) = compare_recipes(model, batches(model, WORDS, BYTES), ["current"]).results
-    assert [(block.name, block.sqnr_db) for block in result.blocks] == [
-        (layer.name, layer.sqnr_db) for layer in result.layers
-    ]
+    layers = [(layer.name, layer.sqnr_db) for layer in result.layers]
+    assert [(block.name, block.sqnr_db) for block in result.blocks] == layers
+    assert [name for name, _ in layers] == ["up", "down"]
 
 
 def drawn(panel: Any) -> list[str]:
@@ -221,3 +195,32 @@ def test_the_picture_has_a_row_a_block_and_says_what_is_no_number(monkeypatch: p
     assert struct.unpack(">I", image[16:20]) == (800,)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert picture.draw(found) is None
+
+
+def test_hidden_tokens_are_real_ones_and_the_same_each_time():
+    model = transformers.BertForMaskedLM(transformers.BertConfig(**tiny_models._encoder()))
+    tokens = Tokens(lambda text: [], pad=0, mask=63)
+    ids = [list(range(1, 2 + length)) for length in (1, 2, 30, 60)]
+    (first,), (again,) = (batches(model, ids, tokens) for _ in range(2))
+    given: Any = first.inputs
+    again_given: Any = again.inputs
+    hidden = first.targets != NOTHING
+    assert torch.equal(given["input_ids"], again_given["input_ids"])
+    assert hidden.any(1).all()
+    assert not (hidden & ~first.real).any()
+    assert (given["input_ids"][hidden] == 63).all()
+    assert hidden.sum() < 30  # of 96; 15 % is 14
+
+
+@pytest.mark.parametrize(
+    ("text", "count", "want"),
+    [
+        ("a\n\nb\n\n\n\nc\n", 9, ["a", "b", "c"]),
+        ("a\r\n\r\nb c\r\nd\r\n", 9, ["a", "b c\nd"]),
+        (" one line ", 9, ["one line"]),
+        ("\n".join("0123456789"), 5, ["0", "2", "4", "6", "8"]),
+        (" \n\n ", 9, []),
+    ],
+)
+def test_pieces(text: str, count: int, want: list[str]):
+    assert pieces(text, count) == want

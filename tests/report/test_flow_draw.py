@@ -9,6 +9,7 @@ from xml.etree import ElementTree
 import pytest
 import torch
 from hf_families import FAMILIES
+from overflow_cases import Part
 from torch import nn
 
 from fp8engine.report import flow
@@ -19,54 +20,46 @@ SVG = "{http://www.w3.org/2000/svg}"
 
 
 class Box(NamedTuple):
-    """A node on paper: its middle, its width, its kind."""
+    """A node or a frame on paper: its left and top edges, its width and height, a node's kind."""
 
     x: float
     y: float
     width: float
-    kind: str
+    height: float
+    kind: str = ""
 
 
 class Picture(NamedTuple):
-    """What an SVG shows.  frames: (x, y, width, height)."""
+    """What an SVG shows."""
 
     width: float
     height: float
     boxes: list[Box]
     curves: list[list[tuple[float, float]]]
-    frames: list[tuple[float, float, float, float]]
+    frames: list[Box]
 
 
 def picture(found: flow.Flow) -> Picture:
     """The shapes of a flow's SVG, in pixels from the top left."""
-    root = ElementTree.fromstring(found.to_svg())
-    kinds = {ink.fill: kind for kind, ink in INK.items()}
-    boxes = []
-    for rect in root.iterfind(f"{SVG}g/{SVG}rect"):
-        x, y, width, height = rectangle(rect)
-        assert height == HEIGHT
-        boxes.append(Box(x + width / 2, y + height / 2, width, kinds[rect.attrib["fill"]]))
+    root, kinds = ElementTree.fromstring(found.to_svg()), {ink.fill: kind for kind, ink in INK.items()}
+
+    def box(rect: ElementTree.Element) -> Box:
+        x, y, width, height = (float(rect.attrib[key]) for key in ("x", "y", "width", "height"))
+        return Box(x, y, width, height, kinds.get(rect.attrib["fill"], ""))
+
     curves = []
     for path in root.iterfind(f"{SVG}path"):
         numbers = [float(number) for number in re.findall(r"[-\d.]+", path.attrib["d"])]
         points = list(zip(numbers[::2], numbers[1::2], strict=True))
         curves.append(points[::3])  # between them are the handles of each bend
-    frames = [rectangle(rect) for rect in root.iterfind(f"{SVG}rect") if "stroke-dasharray" in rect.attrib]
+    frames = [box(rect) for rect in root.iterfind(f"{SVG}rect") if "stroke-dasharray" in rect.attrib]
+    boxes = [box(rect) for rect in root.iterfind(f"{SVG}g/{SVG}rect")]
     return Picture(float(root.attrib["width"]), float(root.attrib["height"]), boxes, curves, frames)
-
-
-def rectangle(rect: ElementTree.Element) -> tuple[float, float, float, float]:
-    x, y, width, height = (float(rect.attrib[key]) for key in ("x", "y", "width", "height"))
-    return x, y, width, height
 
 
 def recorded(family: str, **options: int) -> flow.Flow:
     row = FAMILIES[family]
     return flow.record(row.build(**options), row.batch())
-
-
-def drawn(family: str) -> Picture:
-    return picture(recorded(family))
 
 
 def test_table_and_dict():
@@ -105,16 +98,9 @@ def test_a_table_has_one_row_for_layers_that_differ_in_their_blocks_alone(family
 
 
 def test_a_table_says_what_never_ran_and_what_nothing_reads():
-    class Two(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.unread, self.never = nn.Linear(2, 2), nn.Linear(2, 2)
-
-        def forward(self, x):
-            self.unread(x)
-            return x
-
-    text = str(flow.record(Two(), torch.ones(1, 2)))
+    unread = nn.Linear(2, 2)
+    model = Part(lambda x: (unread(x), x)[1], unread=unread, never=nn.Linear(2, 2))
+    text = str(flow.record(model, torch.ones(1, 2)))
     assert "nothing reads it" in text
     assert "never ran" in text
 
@@ -141,65 +127,43 @@ def test_a_block_unlike_its_neighbours_is_drawn_for_itself():
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_boxes_do_not_overlap_and_edges_lead_down(family: str):
-    shown = drawn(family)
-    spans = [(box.y, box.x - box.width / 2, box.x + box.width / 2) for box in shown.boxes]
-    for (y, left, right), (other, start, end) in itertools.combinations(spans, 2):
-        assert abs(y - other) >= HEIGHT or right <= start + 0.1 or end <= left + 0.1  # the SVG is exact to 0.1
-    for y, left, right in spans:
-        assert 0 < left < right < shown.width
-        assert HEIGHT < y < shown.height - HEIGHT / 2
+    shown = picture(recorded(family))
+    for box, other in itertools.combinations(shown.boxes, 2):
+        apart = box.x + box.width <= other.x + 0.1 or other.x + other.width <= box.x + 0.1  # the SVG is exact to 0.1
+        assert apart or abs(box.y - other.y) >= HEIGHT
+    for box in shown.boxes:
+        assert box.kind
+        assert box.height == HEIGHT
+        assert 0 < box.x < box.x + box.width < shown.width
+        assert HEIGHT / 2 < box.y < shown.height - HEIGHT
     for points in shown.curves:
         assert all(a[1] < b[1] for a, b in itertools.pairwise(points))
-    for (x, y, w, h), (x2, y2, w2, h2) in itertools.combinations(shown.frames, 2):
-        assert x + w <= x2 or x2 + w2 <= x or y + h <= y2 or y2 + h2 <= y
+    for a, b in itertools.combinations(shown.frames, 2):
+        beside = a.x + a.width <= b.x or b.x + b.width <= a.x
+        assert beside or a.y + a.height <= b.y or b.y + b.height <= a.y
 
 
 def test_a_chain_is_straight():
     """Boxes of a chain stand above each other to a pixel, beside a residual's way."""
-
-    class Chain(nn.Sequential):
-        def forward(self, input):
-            return input + super().forward(input)
-
-    parts = [part for _ in range(4) for part in (nn.Linear(4, 4), nn.GELU())]
-    shown = picture(flow.record(Chain(*parts), torch.ones(1, 4)))
-    x = [box.x for box in shown.boxes]
-    assert max(x) - min(x) < 12  # the residual's way pulls a little, and a box is at least 30 wide
+    parts = nn.Sequential(*(part for _ in range(4) for part in (nn.Linear(4, 4), nn.GELU())))
+    chain = Part(lambda x: x + parts(x), parts=parts)
+    middles = [box.x + box.width / 2 for box in picture(flow.record(chain, torch.ones(1, 4))).boxes]
+    assert max(middles) - min(middles) < 12  # the residual's way pulls a little, and a box is at least 30 wide
 
 
 @pytest.mark.parametrize("family", ["llama", "t5", "mixtral"])
-def test_svg_is_well_formed_and_stands_alone(family: str):
+def test_svg_and_mermaid_have_every_node_edge_and_frame_of_the_folded_graph(family: str):
+    """And stand alone: the SVG's only address is its namespace."""
     found = recorded(family)
-    svg = found.to_svg()
+    graph, svg, mermaid = fold(found), found.to_svg(), found.to_mermaid()
     root = ElementTree.fromstring(svg)
-    graph = fold(found)
     assert len(root.findall(f"{SVG}g")) == len(graph.labels)
     assert len(root.findall(f"{SVG}path")) == len(graph.edges)
     assert "href" not in svg
     assert "<script" not in svg
-    assert svg.count("http") == 1  # the namespace
+    assert svg.count("http") == 1
     assert len(svg) < 40_000
     assert svg == recorded(family).to_svg()
-
-
-def test_names_are_text_and_no_markup():
-    model = nn.Sequential()
-    model.add_module('<b>&"', nn.Linear(2, 2))
-    root = ElementTree.fromstring(flow.record(model, torch.ones(1, 2)).to_svg())
-    assert '<b>&"' in "".join(root.itertext())
-
-
-def test_a_model_without_layers_draws_nothing_and_does_not_fail():
-    found = flow.record(nn.Identity(), torch.ones(1))
-    assert found.layers == {}
-    assert ElementTree.fromstring(found.to_svg()) is not None
-    assert found.to_mermaid().startswith("flowchart TD")
-
-
-@pytest.mark.parametrize("family", ["llama", "t5", "mixtral"])
-def test_mermaid_has_every_node_edge_and_frame_of_the_folded_graph(family: str):
-    found = recorded(family)
-    graph, mermaid = fold(found), found.to_mermaid()
     boxes = dict(re.findall(r'^ *n(\d+)\["(.*)"\]:::\w+$', mermaid, re.M))
     assert {int(node): label for node, label in boxes.items()} == graph.labels
     joined = re.findall(r"^n(\d+) --> n(\d+)$", mermaid, re.M)
@@ -209,7 +173,13 @@ def test_mermaid_has_every_node_edge_and_frame_of_the_folded_graph(family: str):
     assert mermaid.count("\nsubgraph ") == mermaid.count("\nend\n") == len(graph.frames)
 
 
-def test_markup_in_a_name_is_text_in_mermaid_too():
+def test_a_model_without_layers_draws_nothing_and_names_are_text_and_no_markup():
+    found = flow.record(nn.Identity(), torch.ones(1))
+    assert found.layers == {}
+    assert ElementTree.fromstring(found.to_svg()) is not None
+    assert found.to_mermaid().startswith("flowchart TD")
     model = nn.Sequential()
     model.add_module('<b>&"', nn.Linear(2, 2))
-    assert '["#60;b#62;#38;#34;"]' in flow.record(model, torch.ones(1, 2)).to_mermaid()
+    found = flow.record(model, torch.ones(1, 2))
+    assert '<b>&"' in "".join(ElementTree.fromstring(found.to_svg()).itertext())
+    assert '["#60;b#62;#38;#34;"]' in found.to_mermaid()

@@ -37,36 +37,20 @@ def written(folder: Path) -> tuple[int, list[int]]:
     return int(found[1]) if found else 0, [event.step for event in events.Scalars(tag)]
 
 
-@pytest.fixture
-def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The steps behind which a report was written."""
-    seen: list[int] = []
-    write = LiveReport.write
-    monkeypatch.setattr(LiveReport, "write", lambda self, model, step: (seen.append(step), write(self, model, step))[1])
-    return seen
-
-
 @pytest.mark.short
 @pytest.mark.slow
-@pytest.mark.parametrize("logging", [1, 2])
-def test_trainer_writes_page_and_events(logging: int, tmp_path: Path, calls: list[int]):
+@pytest.mark.parametrize(("logging", "steps", "written_after"), [(1, 5, [1, 3, 4]), (2, 5, [1, 3, 4]), (1, 4, [1, 3])])
+def test_trainer_writes_page_and_events(logging: int, steps: int, written_after: list[int], tmp_path: Path):
+    """A last step that is one of every so many is in the events once."""
     callback = ReportCallback(tmp_path / "live", every=2)
-    arguments = TrainingArguments(str(tmp_path), max_steps=STEPS, logging_steps=logging, save_strategy="no", **TRAINER)
+    arguments = TrainingArguments(str(tmp_path), max_steps=steps, logging_steps=logging, save_strategy="no", **TRAINER)
     trainer = Trainer(llama("current"), arguments, train_dataset=LINES, callbacks=[callback])
     trainer.train()
-    assert calls == [1, 3, 4]
-    assert written(tmp_path / "live") == (STEPS, [1, 3, 4])
+    assert written(tmp_path / "live") == (steps, written_after)
     logged = {int(entry["step"]): entry["loss"] for entry in trainer.state.log_history if "loss" in entry}
     for step, loss in logged.items():
         assert [callback.live.losses[at] for at in range(step - logging, step)] == [loss] * logging
-    assert (STEPS - 1 in callback.live.losses) == (logging == 1), "what Trainer has not logged is not made up"
-
-
-def test_a_last_step_that_is_one_of_every_is_in_the_events_once(tmp_path: Path):
-    arguments = TrainingArguments(str(tmp_path), max_steps=4, logging_steps=1, save_strategy="no", **TRAINER)
-    callback = ReportCallback(tmp_path / "live", every=2)
-    Trainer(llama("current"), arguments, train_dataset=LINES, callbacks=[callback]).train()
-    assert written(tmp_path / "live") == (4, [1, 3])
+    assert (steps - 1 in callback.live.losses) == (logging == 1), "what Trainer has not logged is not made up"
 
 
 @pytest.mark.slow
@@ -84,15 +68,15 @@ def test_a_resumed_trainer_has_gaps_where_it_saw_no_loss(tmp_path: Path):
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
-def test_lightning_writes_once_for_optimizer_steps(accumulate: int, tmp_path: Path, calls: list[int]):
+def test_lightning_writes_once_for_optimizer_steps(accumulate: int, tmp_path: Path):
     callback = ForLightning(tmp_path / "live", every=2)
     options: dict[str, Any] = {"accumulate_grad_batches": accumulate, "default_root_dir": tmp_path, **LIGHTNING}
     runner = lightning.Trainer(max_epochs=1, callbacks=[callback], **options)
     runner.fit(Module("current"), DataLoader(LINES, 2))
-    assert calls == ([1, 3, 4] if accumulate == 1 else [1, 2])
-    assert sorted(callback.live.losses) == list(range(math.ceil(STEPS / accumulate)))
+    steps = math.ceil(STEPS / accumulate)
+    assert sorted(callback.live.losses) == list(range(steps))
     assert all(0 < loss < 10 for loss in callback.live.losses.values())
-    assert written(tmp_path / "live")[0] == math.ceil(STEPS / accumulate)
+    assert written(tmp_path / "live") == (steps, [1, 3, 4] if accumulate == 1 else [1, 2])
 
 
 def test_accelerates_own_loop(tmp_path: Path):
@@ -113,35 +97,27 @@ def test_accelerates_own_loop(tmp_path: Path):
     assert 'id="decided"' in (tmp_path / "report.html").read_text()
 
 
-@pytest.mark.parametrize("begun", [True, False])
-def test_a_run_of_wandb_gets_sums_and_the_page(begun: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("recipe", ["current", "bf16", None])
+def test_a_run_of_wandb_gets_sums_and_the_page(recipe: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Not what was not measured; None: no run has begun."""
     logged: list[dict] = []
-    run = SimpleNamespace(log=logged.append) if begun else None
-    stand_in = SimpleNamespace(run=run, Html=lambda path: Path(path).read_text()[:15])
-    monkeypatch.setitem(sys.modules, "wandb", stand_in)  # pyright: ignore[reportArgumentType]
-    model = llama("current")
-    live = LiveReport(tmp_path, every=1)
+    run = SimpleNamespace(log=logged.append) if recipe else None
+    stand_in: Any = SimpleNamespace(run=run, Html=lambda path: Path(path).read_text()[:15])
+    monkeypatch.setitem(sys.modules, "wandb", stand_in)
+    model, live = llama(recipe or "current"), LiveReport(tmp_path, every=1)
     assert live.targets == ["page", "tensorboard", "wandb"]
     loss = model(LINES.ids[:2], labels=LINES.ids[:2]).loss
     loss.backward()
     live.step(model, 0, loss)
-    assert len(logged) == begun
-    if begun:
-        assert logged[0]["fp8/report"] == "<!DOCTYPE html>"
-        assert logged[0]["fp8/fp8_flops_share"] == fe.inspect(model).totals["fp8_flops_share"] > 0.5
-        assert logged[0]["fp8/in_fp8"] == 14, "of 15: not the head"
-        assert (logged[0]["fp8/step"], logged[0]["fp8/decisions"]) == (0, 0)
-
-
-def test_what_was_not_measured_is_not_logged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    logged: list[dict] = []
-    run = SimpleNamespace(log=logged.append)
-    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(run=run, Html=str))  # pyright: ignore[reportArgumentType]
-    model = llama("bf16")
-    model(LINES.ids[:2], labels=LINES.ids[:2]).loss.backward()
-    LiveReport(tmp_path, every=1).step(model, 0, 1.0)
-    assert (logged[0]["fp8/in_fp8"], logged[0]["fp8/in_16_bits"]) == (0, 14)
-    assert not {"fp8/saturated", "fp8/underflowed"} & set(logged[0])
+    if not recipe:
+        assert logged == []
+        return
+    told = {name.removeprefix("fp8/"): value for name, value in logged[0].items()}
+    assert told["report"] == "<!DOCTYPE html>"
+    assert told["fp8_flops_share"] == fe.inspect(model).totals["fp8_flops_share"]
+    assert (told["in_fp8"], told["in_16_bits"]) == ((14, 0) if recipe == "current" else (0, 14)), "of 15: not the head"
+    assert (told["fp8_flops_share"] > 0.5) == ("saturated" in told) == ("underflowed" in told) == (recipe == "current")
+    assert (told["step"], told["decisions"]) == (0, 0)
 
 
 def test_without_packages_the_page_alone_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

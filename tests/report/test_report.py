@@ -15,7 +15,6 @@ import torch
 import transformers as hf
 from support import converted
 from torch import nn
-from transformers.models.moshi.modeling_moshi import MoshiFlexibleLinear
 
 import fp8engine as fe
 from fp8engine.cli.inspect import describe
@@ -69,45 +68,50 @@ def test_the_share_of_flops_by_hand():
 
 SIZE: dict[str, Any] = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
 SIZE["intermediate_size"] = 64
+SIZE["intermediate_size"] = 64
 
 
-def test_experts_of_a_class_with_names_of_its_own_count_as_many_times_as_a_token_passes_them():
-    """JetMoe's are called `weight`; each of 4 tokens passes 2 of 4, and the one layer in FP8 projects k and v."""
-    config = hf.JetMoeConfig(**SIZE, num_key_value_heads=2, kv_channels=16, num_local_experts=4, num_experts_per_tok=2)
-    model = converted(hf.JetMoeForCausalLM(config), "current")
-    model(torch.arange(4)[None])
-    report = fe.inspect(model)
-    experts = 2 * (128 * 32 + 32 * 64 + 2 * 32 * 32)
-    whole = experts + 2 * 4 * 32 + 64 * 32 + 64 * 32  # routers, kv_proj, lm_head
-    assert report.totals["fp8_flops_share"] == pytest.approx(64 * 32 / whole)
-    rows = {layer["name"]: layer for layer in report.layers if layer["kind"] == "JetMoeParallelExperts"}
-    assert len(rows) == 4
-    told = rows["model.layers.0.mlp.input_linear"]
-    assert (told["shape"], told["experts"]) == ([4, 128, 32], [2, 4])
-    assert "keeps its experts in one 3-D parameter" in told["reason"]
-    assert f"2 of 4 a token, {2 * 128 * 32 / whole:.1%} of the model's linear FLOPs" in told["reason"]
-    planned = describe(model, plan(fe.revert(model), "current"))  # the CLI's
-    assert planned["totals"]["fp8_flops_share"] == report.totals["fp8_flops_share"]
+def jetmoe() -> Any:
+    """Its experts are called `weight`; the one layer in FP8 projects k and v."""
+    routed: dict[str, Any] = {"num_local_experts": 4, "num_experts_per_tok": 2}
+    return hf.JetMoeForCausalLM(hf.JetMoeConfig(**SIZE, **routed, num_key_value_heads=2, kv_channels=16))
 
 
-def test_experts_that_lie_one_after_the_other_in_a_matrix_are_counted():
-    """DBRX's: w1, v1 and w2 are [experts * F, K]; each of 4 tokens passes 2 of 4, and q, k, v and o are in FP8."""
+def dbrx() -> Any:
+    """w1, v1 and w2 are [experts * F, K]; q, k, v and o are in FP8."""
     attention = {"kv_n_heads": 1, "rope_theta": 1e4, "clip_qkv": 8.0}
     ffn = {"ffn_hidden_size": 48, "moe_num_experts": 4, "moe_top_k": 2, "hidden_size": 32}
     config = hf.DbrxConfig(d_model=32, n_heads=2, n_layers=1, vocab_size=64, attn_config=attention, ffn_config=ffn)
     model = hf.DbrxForCausalLM(config)
     for parameter in model.parameters():
         nn.init.normal_(parameter, std=0.1)  # transformers leaves the experts' as they come
-    converted(model, "current")
+    return model
+
+
+HEADS, ROUTER = 64 * 32, 4 * 32
+FEW_EXPERTS = {  # FLOPs of a token in FP8 and elsewhere, how many expert layers of which class, one's shape, its reason
+    jetmoe: (64 * 32, 2 * (128 * 32 + 32 * 64 + 2 * 32 * 32) + 2 * ROUTER + HEADS, (4, "JetMoeParallelExperts"),
+             [4, 128, 32], "keeps its experts in one 3-D parameter"),
+    dbrx: (64 * 32 + 32 * 32, 2 * 3 * 48 * 32 + ROUTER + HEADS, (3, "DbrxExpertGLU"),
+           [4, 48, 32], "one after the other in a 2-D parameter"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("make", FEW_EXPERTS)
+def test_experts_count_as_many_times_as_a_token_passes_them(make):
+    fp8, other, (count, kind), shape, reason = FEW_EXPERTS[make]
+    model = converted(make(), "current")
     model(torch.arange(4)[None])
     report = fe.inspect(model)
-    fp8 = 64 * 32 + 32 * 32  # Wqkv, whose k and v have 16 rows each; out_proj
-    whole = fp8 + 2 * 3 * 48 * 32 + 4 * 32 + 64 * 32  # experts, router, lm_head
-    assert report.totals["fp8_flops_share"] == pytest.approx(fp8 / whole)
-    rows = [layer for layer in report.layers if layer["kind"] == "DbrxExpertGLU"]
-    assert [(row["shape"], row["experts"]) for row in rows] == [([4, 48, 32], [2, 4])] * 3
-    assert "one after the other in a 2-D parameter; 2 of 4 a token" in rows[0]["reason"]
-    planned = describe(model, plan(fe.revert(model), "current"))
+    assert report.totals["fp8_flops_share"] == pytest.approx(fp8 / (fp8 + other))
+    rows = [layer for layer in report.layers if layer["kind"] == kind]
+    assert len(rows) == count
+    (first, *_) = [row for row in rows if row["shape"] == shape]
+    assert first["experts"] == [2, 4]
+    assert reason in first["reason"]
+    share = 2 * shape[1] * shape[2] / (fp8 + other)
+    assert f"2 of 4 a token, {share:.1%} of the model's linear FLOPs" in first["reason"]
+    planned = describe(model, plan(fe.revert(model), "current"))  # the CLI's
     assert planned["totals"]["fp8_flops_share"] == report.totals["fp8_flops_share"]
 
 
@@ -123,32 +127,14 @@ def test_a_token_passes_all_matrices_of_a_layer_of_groups(groups: int):
     assert fe.inspect(model).totals["fp8_flops_share"] == pytest.approx(seen / whole)
 
 
-def test_one_of_several_matrices_is_what_a_token_passes_of_other_layers():
-    """Moshi's, one for each codebook."""
-    layer = MoshiFlexibleLinear(16, 32, num_layers=4)
-    model = converted(nn.ModuleDict({"plain": nn.Linear(16, 32), "codebooks": layer}), "current")
-    assert [row["flops_share"] for row in fe.inspect(model).layers] == [0.5, 0.5]
-
-
 def test_to_dict_has_the_designs_keys_in_types_of_json():
     told = fe.inspect(mixed()).to_dict()
     assert json.loads(json.dumps(told, allow_nan=False)) == told
     assert set(told) == {"layers", "totals", "decisions", "alarms", "outliers"}
     assert told["decisions"] == told["alarms"] == told["outliers"] == []
-    keys = {
-        "name",
-        "kind",
-        "shape",
-        "recipe",
-        "backend",
-        "emulated",
-        "reason",
-        "input",
-        "weight",
-        "grad_output",
-        "output",
-    }
-    slot = {"cast", "format", "scale", "amax", "saturated", "underflowed", "nonfinite", "recasts", "calls", "elements"}
+    keys = {"name", "kind", "shape", "recipe", "backend", "emulated", "reason", *ROLES, "output"}
+    counts = {"saturated", "underflowed", "nonfinite", "recasts", "calls", "elements"}
+    slot = {"cast", "format", "scale", "amax", *counts}
     for layer in told["layers"]:
         assert keys <= set(layer)
         if layer["recipe"] in ("current", "rowwise_gw_hp"):
@@ -160,8 +146,8 @@ def test_to_dict_has_the_designs_keys_in_types_of_json():
 
 
 def test_each_layer_says_what_ran_and_why():
-    seen = {name: (layer["recipe"], layer["backend"], layer["emulated"]) for name, layer in by_name(mixed()).items()}
-    assert seen == {
+    layers = by_name(mixed())
+    assert {name: (layer["recipe"], layer["backend"], layer["emulated"]) for name, layer in layers.items()} == {
         "first": ("current", "reference", True),
         "wide": ("rowwise_gw_hp", "reference", True),
         "twice": ("current", "reference", True),
@@ -169,7 +155,7 @@ def test_each_layer_says_what_ran_and_why():
         "sixteen": ("bf16", "torch", False),
         "lm_head": ("none", "torch", False),
     }
-    reasons = {name: layer["reason"] for name, layer in by_name(mixed()).items()}
+    reasons = {name: layer["reason"] for name, layer in layers.items()}
     assert "emulated: " in reasons["first"]
     assert "no FP8 Tensor Cores" in reasons["first"]
     assert reasons["unused"] == NEVER_RAN
@@ -274,11 +260,10 @@ def test_the_table_says_it_in_words():
     report = fe.inspect(mixed())
     text = report.table(every=True)
     lines = {line.split("│")[0].strip(): line for line in text.splitlines() if "│" in line}
-    assert "reference (emulated)" in lines["first"]
-    assert "E4M3 per row (power of 2)" in lines["wide"]
-    assert NEVER_RAN in lines["unused"]
+    words = {"first": "reference (emulated)", "wide": "E4M3 per row (power of 2)", "unused": NEVER_RAN}
+    words["lm_head"] = by_name(mixed())["lm_head"]["reason"]
+    assert [name for name, word in words.items() if word not in lines[name]] == []
     assert lines["sixteen"].split("│")[2].strip() == "bf16"
-    assert by_name(mixed())["lm_head"]["reason"] in lines["lm_head"]
     share = f"{report.totals['fp8_flops_share']:.1%} of linear-layer FLOPs in FP8"
     assert f"{share}; 3 of 6 layers in FP8 (3 emulated, 1 with some matmuls in 16 bits)" in text
     assert ", 1 converted in 16 bits, 1 never ran, 1 left alone" in text
@@ -297,11 +282,10 @@ def one_of_four() -> fe.Report:
 def test_a_layer_in_16_bits_is_not_counted_as_one_in_fp8():
     report = one_of_four()
     assert [report.totals[key] for key in ("in_fp8", "in_fp8_in_part", "in_16_bits", "left_alone")] == [1, 0, 3, 0]
-    assert "25.0% of linear-layer FLOPs in FP8; 1 of 4 layers in FP8 (1 emulated), 3 converted in 16 bits, " in str(
-        report
-    )
-    cards = [re.sub(r"<.*?>", " ", each).split() for each in page(report).split('<div class="card')[1:]]
-    (card,) = [" ".join(words) for words in cards if "layers in FP8" in " ".join(words)]
+    summary = "25.0% of linear-layer FLOPs in FP8; 1 of 4 layers in FP8 (1 emulated), 3 converted in 16 bits, "
+    assert summary in str(report)
+    cards = [" ".join(re.sub(r"<.*?>", " ", each).split()) for each in page(report).split('<div class="card')[1:]]
+    (card,) = [words for words in cards if "layers in FP8" in words]
     assert card.endswith("layers in FP8 1 of 4 3 in 16 bits, 0 left alone, 0 never ran")
 
 
@@ -347,14 +331,10 @@ def test_names_are_printed_as_they_are():
 
 def test_a_compiled_model_reports_that_it_ran():
     model = converted(nn.Sequential(nn.Linear(16, 32), nn.Linear(32, 8)), "delayed")
-    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    compiled: Any = torch.compile(model, fullgraph=True, backend="aot_eager")
     compiled(torch.randn(6, 16)).sum().backward()
-    for looked_at in (model, compiled):
-        assert isinstance(looked_at, nn.Module)
-        report = fe.inspect(looked_at)
-        assert [(layer["backend"], layer["rows"], layer["ran"]) for layer in report.layers] == [
-            ("reference", 6, True)
-        ] * 2
+    for report in (fe.inspect(model), fe.inspect(compiled)):
+        assert [(row["backend"], row["rows"], row["ran"]) for row in report.layers] == [("reference", 6, True)] * 2
         assert report.totals["fp8_flops_share"] == 1.0
         assert report.layers[0]["grad_output"]["elements"] == 6 * 32
 
@@ -364,17 +344,13 @@ def test_a_report_is_plain_data_that_a_process_without_the_model_reads():
     counts of 4 bytes and 8 samples of 68 each; its decisions take 2 kB.  Together 12 kB, where a weight has 1 MB.
     """
     model = converted(nn.Sequential(*(nn.Linear(512, 512) for _ in range(4))), fe.auto(interval=1))
-
-    def train(steps: int) -> None:
-        for _ in range(steps):
-            model(torch.randn(64, 512)).square().mean().backward()
-            model.zero_grad()
-
-    train(4)
-    report = fe.inspect(model)
-    pickled = pickle.dumps(report)
+    for step in range(6):
+        model(torch.randn(64, 512)).square().mean().backward()
+        model.zero_grad()
+        if step == 3:
+            report = fe.inspect(model)
+            pickled = pickle.dumps(report)
     assert len(pickled) < 12_000 * len(report.layers)
-    train(2)
     assert pickle.dumps(report) == pickled, "training goes on, and the report stays as it was"
     code = "import pickle, sys; print(pickle.load(sys.stdin.buffer).table(100), end='')"
     ran = subprocess.run([sys.executable, "-c", code], input=pickled, capture_output=True, check=True)

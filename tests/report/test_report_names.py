@@ -33,15 +33,10 @@ def test_names_and_reasons_are_those_from_before_wrapping():
 
 def test_a_layers_own_name_is_not_taken_for_a_wrapper():
     """`module` is what DDP calls what it wraps; a model may call a part of its own so, or end a name with it."""
-
-    class Own(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.fc, self.module = nn.Linear(8, 8), nn.ModuleDict({"fc": nn.Linear(8, 8), "module": nn.Linear(8, 8)})
-            self.sub_module = nn.Sequential(nn.Linear(8, 8))
-
+    inner = nn.ModuleDict({"fc": nn.Linear(8, 8), "module": nn.Linear(8, 8)})
+    own = nn.ModuleDict({"fc": nn.Linear(8, 8), "module": inner, "sub_module": nn.Sequential(nn.Linear(8, 8))})
     names = ["fc", "module.fc", "module.module", "sub_module.0"]
-    model = converted(Own(), skip=lambda name, _: name == "module.fc")
+    model = converted(own, skip=lambda name, _: name == "module.fc")
     assert list(by_name(model)) == names
     assert by_name(model)["module.fc"]["reason"] == "skip() returned True"
     assert set(fe.scaling_state(model)) == {f"{name}.{role}" for name in names if name != "module.fc" for role in ROLES}

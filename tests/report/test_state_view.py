@@ -21,12 +21,10 @@ def trained() -> torch.nn.Module:
 
 def test_it_saves_and_restores_what_the_functions_do():
     model = trained()
-    view = fe.scaling_state(model)
-    file = io.BytesIO()
+    view, want, file = fe.scaling_state(model), fe.scaling_state_dict(model), io.BytesIO()
     torch.save(view.state_dict(), file)
     file.seek(0)
     saved = torch.load(file, weights_only=True)
-    want = fe.scaling_state_dict(model)
     assert saved["version"] == want["version"]
     assert list(saved["slots"]) == list(want["slots"]) == list(view)
     for name, slot in want["slots"].items():
