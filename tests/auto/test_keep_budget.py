@@ -3,6 +3,7 @@
 import copy
 import math
 import statistics
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 from autos import controller, fused, lines
 from blocks import WIDTH, Net
-from support import converted
+from support import converted, same, tables
 from torch import nn
 
 import fp8engine as fe
@@ -216,19 +217,17 @@ def test_everything_but_the_recipes_stays_as_it_was():
         model(*text(seed))["loss"].backward()
         model.zero_grad()
     model.train()
-    random = torch.get_rng_state()
-    weights = copy.deepcopy(model.state_dict())
-    state = controller(model).state
-    tables = [getattr(state, name).clone() for name in ("history_HS", "live_2S", "counts_CS")]
-    step, on_step = controller(model).step, state.on_step
+
+    def held() -> list[torch.Tensor]:
+        return [torch.get_rng_state(), *tables(model), *(value.clone() for value in model.state_dict().values())]
+
+    found, before = controller(model), held()
+    step, on_step = found.step, found.state.on_step
     fe.keep_budget(model, BATCHES)
-    assert torch.equal(torch.get_rng_state(), random)
+    assert same(held(), before)
     assert model.training
-    assert all(torch.equal(value, weights[key]) for key, value in model.state_dict().items())
     assert all(p.grad is None for p in model.parameters())
-    now = (getattr(state, name) for name in ("history_HS", "live_2S", "counts_CS"))
-    assert all(torch.equal(a, b) for a, b in zip(now, tables, strict=True))
-    assert (controller(model).step, state.on_step) == (step, on_step)
+    assert (found.step, found.state.on_step) == (step, on_step)
 
 
 def test_an_error_in_the_loss_leaves_the_recipes_as_they_were():
@@ -269,22 +268,31 @@ def test_training_goes_on_with_what_was_measured_and_so_does_a_resumed_run():
     assert found.allowed == pytest.approx(2.0 * budget)
 
 
-def test_what_cannot_be_measured_is_refused():
-    model = calibrated(0.01)
-    with pytest.raises(StateError, match=f"{LEAST - 1} batches; want at least {LEAST}"):
-        fe.keep_budget(model, BATCHES[: LEAST - 1])
-    with pytest.raises(StateError, match="returns no loss of one number"):
-        fe.keep_budget(nn.Sequential(model.net), [(x,) for x, _ in BATCHES])
-    with pytest.raises(StateError, match="have to be finite"):
-        fe.keep_budget(model, BATCHES, lambda model, batch: model(*batch)["loss"] * math.nan)
-    with pytest.raises(StateError, match="a share of a loss above 0"):
-        fe.keep_budget(model, BATCHES, lambda model, batch: -model(*batch)["loss"])
-    with pytest.raises(StateError, match="no layer has a budget"):
-        fe.keep_budget(calibrated(None), BATCHES)
-    with pytest.raises(StateError, match="no predicted cost is known"):
-        fe.keep_budget(converted(Taught(), fe.auto(budget=0.01)), BATCHES)
-    with pytest.raises(StateError, match="no layer is under `auto`"):
-        fe.keep_budget(converted(Taught(), "current"), BATCHES)
+REFUSED: dict[str, tuple[Callable[[], Any], tuple, str]] = {
+    "too few batches": (
+        lambda: calibrated(0.01),
+        (BATCHES[: LEAST - 1],),
+        f"{LEAST - 1} batches; want at least {LEAST}",
+    ),
+    "no loss": (
+        lambda: nn.Sequential(calibrated(0.01).net),
+        ([(x,) for x, _ in BATCHES],),
+        "returns no loss of one number",
+    ),
+    "NaN": (lambda: calibrated(0.01), (BATCHES, lambda model, batch: model(*batch)["loss"] * math.nan), "to be finite"),
+    "below 0": (lambda: calibrated(0.01), (BATCHES, lambda model, batch: -model(*batch)["loss"]), "of a loss above 0"),
+    "no budget": (lambda: calibrated(None), (BATCHES,), "no layer has a budget"),
+    "nothing predicted": (lambda: converted(Taught(), fe.auto(budget=0.01)), (BATCHES,), "no predicted cost is known"),
+    "no auto": (lambda: converted(Taught(), "current"), (BATCHES,), "no layer is under `auto`"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_measured_is_refused(case: str):
+    make, given, why = REFUSED[case]
+    model = make()
+    with pytest.raises(StateError, match=why):
+        fe.keep_budget(model, *given)
 
 
 @pytest.mark.parametrize("power", [0.5, 1.0, 2.0])
@@ -311,12 +319,6 @@ def test_the_bound_is_students():
         assert Cost(1.0, 2.0, batches).bound == pytest.approx(1.0 + 2.0 * t90, rel=0.04)
 
 
-def test_a_budget_that_is_not_kept_says_so():
-    spent = Spent(0.0, 0.005, 2.0, 0.0, 0.01, 0.002, 0.013, 8, 512)
-    assert not spent.kept
-    assert "is not kept" in str(spent)
-
-
 def test_a_budget_that_cannot_be_kept_is_warned_of():
     """The first layer's costs are not known, so that it stays in FP8, and nobody may spend what it costs."""
     model = calibrated(None)
@@ -327,4 +329,6 @@ def test_a_budget_that_cannot_be_kept_is_warned_of():
     unknown[..., COST] = float("nan")
     reads[0] = replace(reads[0], table=unknown)
     with pytest.warns(BudgetWarning, match="is not kept.*costs are not known"):
-        assert not fe.keep_budget(model, BATCHES).kept
+        spent = fe.keep_budget(model, BATCHES)
+    assert not spent.kept
+    assert "is not kept" in str(spent)

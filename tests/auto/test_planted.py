@@ -120,6 +120,7 @@ class Planted:
 #   d            rows double at each step, and the early sample comes when they are 2^15.4 times the others
 #   tasks        judged when each of the four tasks was met; and one was forgotten
 SCENES = {
+    "a, x1000": Planted(channel(lambda step: 1e3), 18),
     "a, x30000": Planted(channel(lambda step: 3e4), 20, (2.5, 3.5)),
     "a, x1e6": Planted(channel(lambda step: 1e6), 20),
     "a, harmless": Planted(channel(lambda step: 3e4, None), 20),
@@ -132,7 +133,8 @@ SCENES = {
 }
 # Least loss in dB, median over steps: of those that lose.  By block, channels beside the outlier's block lose nothing,
 # and by row less: neither helps where the outlier is larger still.
-LOSE = {
+LOSE: dict[str, dict[str, float]] = {
+    "a, x1000": {},  # it is harmless for E4M3, per tensor
     "a, x30000": {"current": 9, "delayed": 9, "rowwise": 3},
     "a, x1e6": dict.fromkeys(FIXED, 20),
     "a, harmless": {"current": 9, "delayed": 9},  # in wgrad: every channel has a row of it for itself
@@ -158,6 +160,8 @@ def test_auto_is_beside_the_best_cast_where_fixed_recipes_lose(name: str):
         assert other >= least, recipe
         assert typical(short) <= other
     assert [line for line in lines(model) if "predicted SQNR" in line]
+    if name == "a, x1000":
+        assert [line.split()[2] for line in lines(model)] == ["0.grad_output"], "its first format alone"
 
 
 @pytest.mark.slow
@@ -170,50 +174,32 @@ def test_at_the_peak_of_a_drift_auto_is_within_3_db():
         assert max(short) <= max(planted.short(recipe)[1]) + 0.1, recipe
 
 
-def test_an_outlier_of_a_thousand_is_harmless():
-    """For E4M3, per tensor, auto and fixed alike: nothing is changed but the gradient's first format."""
-    planted = Planted(channel(lambda step: 1e3), 18)
-    model, short = planted.short("auto")
-    assert max(short) < 1
-    assert max(planted.short("current")[1]) < 1
-    assert [line.split()[2] for line in lines(model)] == ["0.grad_output"]
-
-
-@pytest.mark.parametrize("rescale", [True, False])
 @pytest.mark.parametrize("objective", ["accuracy", "speed"])
-def test_a_loss_scale_that_moves(objective: str, rescale: bool):
-    """By 2 or 1/2 every third step: no dB lost, and where scales are predicted and told of it, nothing saturates."""
+def test_a_loss_scale_that_moves(objective: str):
+    """By 2 or 1/2 every third step: no dB lost; told of it, predicted scales saturate a tenth as often in 16 steps.
 
-    def before(model, step: int) -> None:
-        if rescale and step and loss_scale(step) != loss_scale(step - 1):
-            fe.scaling_state(model).rescale_gradients(loss_scale(step) / loss_scale(step - 1))
+    Where nobody tells them, what saturates and is cast again earns them a margin.
+    """
+    saturated = {}
+    for rescale in (True, False):
 
-    scene = Scene(scaled, None, OF_GRADIENT)
-    model, found = scene.train(fe.auto(objective=objective), 40, before)
-    short = short_of(found, [scene.best(step) for step in range(40)])[SETTLED:]
-    assert typical(short) <= 1
-    assert max(short) <= 1.5  # the best cast of a step is that of its own numbers
-    # Nobody told the predicted scales: what saturates under them and is cast again earns them a margin.
-    assert len(lines(model)) == (4 if objective == "speed" and not rescale else 1)
-    slot = fe.scaling_state(model)["0.grad_output"]
-    assert slot.nonfinite == 0
-    assert (int(slot.recasts) > 0) == (objective == "speed")  # random amaxes exceed earlier ones now and then
-    if objective == "accuracy":
-        assert int(slot.saturated) == 0
-
-
-def test_predicted_scales_that_are_told_of_the_loss_scale_saturate_less():
-    """Of elements beyond a predicted scale, in 16 steps: the scale doubles twice and halves three times."""
-
-    def saturated(rescale: bool) -> int:
-        def before(model, step: int) -> None:
+        def before(model, step: int, rescale=rescale) -> None:
             if rescale and step and loss_scale(step) != loss_scale(step - 1):
                 fe.scaling_state(model).rescale_gradients(loss_scale(step) / loss_scale(step - 1))
+            if step == 16:
+                saturated[rescale] = int(fe.scaling_state(model)["0.grad_output"].saturated)
 
-        model, _ = Scene(scaled, None, OF_GRADIENT).train(fe.auto(objective="speed"), 16, before)
-        return int(fe.scaling_state(model)["0.grad_output"].saturated)
-
-    assert 10 * saturated(rescale=True) < saturated(rescale=False)
+        scene = Scene(scaled, None, OF_GRADIENT)
+        model, found = scene.train(fe.auto(objective=objective), 40, before)
+        short = short_of(found, [scene.best(step) for step in range(40)])[SETTLED:]
+        assert typical(short) <= 1
+        assert max(short) <= 1.5  # the best cast of a step is that of its own numbers
+        assert len(lines(model)) == (4 if objective == "speed" and not rescale else 1)
+        slot = fe.scaling_state(model)["0.grad_output"]
+        assert slot.nonfinite == 0
+        assert (int(slot.recasts) > 0) == (objective == "speed")  # random amaxes exceed earlier ones now and then
+        assert objective == "speed" or int(slot.saturated) == 0
+    assert 10 * saturated[True] < saturated[False] or objective == "accuracy"
 
 
 class Gated(nn.Module):
