@@ -94,10 +94,7 @@ def test_what_was_worst_is_still_told_by_the_look_that_stands_for_it():
 
 
 def test_slots_that_are_looked_at_more_often_keep_the_same_steps():
-    often, rarely = (
-        Samples(look(step) for step in range(0, 8192, 4)),
-        Samples(look(step) for step in range(0, 8192, 16)),
-    )
+    often, rarely = (Samples(look(step) for step in range(0, 8192, every)) for every in (4, 16))
     assert {each.step // often.span for each in often.evenly()} >= {each.step // often.span for each in rarely.evenly()}
     assert often.span % rarely.span == 0
 
