@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from support import converted
 from torch import nn
 from torch.nn import functional as F
@@ -119,26 +118,3 @@ def test_code_that_reads_a_weight_and_never_calls_the_layer_is_found_before_it_r
     assert "reads its weight" not in rows["parts.0.both"]
     with pytest.raises(fe.errors.StrictError, match="reads its weight and never calls it"):
         fe.convert(Model(kind()), "rowwise", strict=True)
-
-
-SIZE = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "pad_token_id": 0}
-T5 = {"vocab_size": 64, "d_model": 32, "d_ff": 64, "d_kv": 16, "num_layers": 2, "num_heads": 2}
-
-
-@pytest.mark.parametrize(
-    ("name", "options", "read", "asked"),
-    [
-        ("Mamba", SIZE, {"dt_proj"}, set()),
-        ("FalconMamba", SIZE, {"dt_proj"}, set()),
-        ("Jamba", {**SIZE, "num_attention_heads": 2, "num_key_value_heads": 1}, {"dt_proj"}, set()),
-        ("T5", T5, set(), {"wo"}),
-        ("MT5", T5, set(), {"wo"}),
-        ("Llama", {**SIZE, "num_attention_heads": 2}, set(), set()),
-    ],
-)
-def test_families_that_read_weights(name: str, options: dict, read: set[str], asked: set[str]):
-    with torch.device("meta"):
-        model = transformers.AutoModel.from_config(getattr(transformers, f"{name}Config")(**options))
-    names = {id(module): path.rpartition(".")[2] for path, module in model.named_modules()}
-    assert {names[each] for each in uncalled(model)} == read
-    assert {names[each] for each in asked_for_dtype(model)} == asked

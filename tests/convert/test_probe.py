@@ -18,54 +18,38 @@ PACKED = "swiglu gate_up_proj > down_proj"
 GEMMA = "geglu_tanh gate_proj, up_proj > down_proj"
 LAYER, LAYER_12, RMS = "layer 1e-05", "layer 1e-12", "rms 1e-06"
 
-# Family -> all that its modules are, each once.
-EXPECTED = {
-    "llama": {RMS, LLAMA},
-    "mistral": {RMS, LLAMA},
-    "qwen2": {RMS, LLAMA},
-    "qwen3": {RMS, LLAMA},
+# Families -> all that their modules are, each once.
+FOUND = {
+    "llama mistral qwen2 qwen3 granite smollm3": {RMS, LLAMA},
+    "olmo2 olmo3": {"rms 1e-05", LLAMA},
+    "gemma gemma2 gemma3": {"rms+1 1e-06", GEMMA},
+    "gpt2 starcoder2": {LAYER, "gelu_tanh c_fc > c_proj"},
+    "opt opt-350m": {LAYER, "relu"},
+    "whisper bart": {LAYER, "gelu"},
+    "bert roberta xlm-roberta camembert electra mpnet": {LAYER_12, "gelu"},
+    "wav2vec2 wav2vec2-stable": {LAYER, "gelu", "gelu intermediate_dense > output_dense"},
     "phi": {LAYER, "gelu_tanh fc1 > fc2"},
     "phi3": {"rms 1e-05", PACKED},
-    "gpt2": {LAYER, "gelu_tanh c_fc > c_proj"},
     "gpt_neox": {LAYER, "gelu dense_h_to_4h > dense_4h_to_h"},
-    "opt": {LAYER, "relu"},
-    "opt-350m": {LAYER, "relu"},
-    "bert": {LAYER_12, "gelu"},
-    "roberta": {LAYER_12, "gelu"},
     "distilbert": {LAYER_12, "gelu lin1 > lin2"},
     "albert": {LAYER_12, "gelu_tanh"},
     "vit": {LAYER_12, "gelu fc1 > fc2"},
     "clip": {LAYER, "qgelu fc1 > fc2"},
     "t5": {RMS, "relu wi > wo"},
     "t5-v1.1": {RMS, "geglu_tanh wi_0, wi_1 > wo"},
-    "whisper": {LAYER, "gelu"},
     "mixtral": {"rms 1e-05", "silu"},
     "qwen2_moe": {RMS, "silu", LLAMA},
     "qwen3_moe": {RMS, "silu"},
-    "gemma": {"rms+1 1e-06", GEMMA},
-    "gemma2": {"rms+1 1e-06", GEMMA},
-    "gemma3": {"rms+1 1e-06", GEMMA},
-    "olmo2": {"rms 1e-05", LLAMA},
-    "olmo3": {"rms 1e-05", LLAMA},
-    "granite": {RMS, LLAMA},
-    "smollm3": {RMS, LLAMA},
     "stablelm": {LAYER, LLAMA},
-    "starcoder2": {LAYER, "gelu_tanh c_fc > c_proj"},
     "gpt_oss": {"rms 1e-05"},
     "qwen2.5-vl": {RMS, "rms 1e-05", LLAMA, "gelu 0 > 2"},
     "qwen3-vl": {RMS, RMS.replace("rms", "layer"), LLAMA, "gelu_tanh linear_fc1 > linear_fc2", "gelu"},
-    "xlm-roberta": {LAYER_12, "gelu"},
-    "camembert": {LAYER_12, "gelu"},
-    "electra": {LAYER_12, "gelu"},
-    "mpnet": {LAYER_12, "gelu"},
     "deberta-v2": {"layer 1e-07", "gelu"},
     "modernbert": {LAYER, "gelu", "geglu Wi > Wo"},
     "siglip": {"layer 1e-06", "gelu_tanh fc1 > fc2"},
     "dinov2": {"layer 1e-06", "gelu fc1 > fc2"},
-    "bart": {LAYER, "gelu"},
-    "wav2vec2": {LAYER, "gelu", "gelu intermediate_dense > output_dense"},
-    "wav2vec2-stable": {LAYER, "gelu", "gelu intermediate_dense > output_dense"},
 }
+EXPECTED = {name: found for names, found in FOUND.items() for name in names.split()}
 
 _SIZE = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
 _HEADS = {"num_attention_heads": 2, "max_position_embeddings": 64, "pad_token_id": 0}
