@@ -199,9 +199,9 @@ def test_a_model_whose_root_is_passed_by_is_seen_from_its_first_step():
     assert {look.step for look in controller(model).history.samples["inner.blocks.0.up.input"]} == {0}
 
 
-def test_a_layer_in_16_bits_made_by_hand_still_takes_steps_and_comes_back():
-    """An outlier channel that no weight weighs is too much for every cast of the forward; when it is gone, and the
-    noise that was seen has faded by 3 dB a sample, FP8 comes back."""
+def test_a_layer_made_by_hand_leaves_fp8_and_comes_back():
+    """It begins its steps itself.  An outlier channel that no weight weighs is too much for every cast of the forward;
+    when it is gone, and the noise that was seen has faded by 3 dB a sample, FP8 comes back."""
     layer = fe.Linear(WIDTH, WIDTH, recipe=fe.auto(interval=1))
     with torch.no_grad():
         layer.weight[:, 0] = 0
@@ -212,7 +212,8 @@ def test_a_layer_in_16_bits_made_by_hand_still_takes_steps_and_comes_back():
         layer(x.requires_grad_()).sin().sum().backward()
         shares.append(layer.numerics.recipe.input.is_fp8)
     (found,) = controllers_of(layer)
-    assert found.step == 19
+    assert (found.step, found.log[0].step) == (19, 1)
+    assert "Linear.input" in found.history.samples
     assert shares[1:9] == [False] * 8
     assert shares[-1]
 
