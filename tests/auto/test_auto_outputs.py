@@ -93,13 +93,6 @@ def test_without_a_flow_nothing_is_stored():
     assert state_of(model).live_2S.shape[1] == 9
 
 
-def test_storing_costs_the_training_little():
-    stored, plain = train(net(), 40), train(net(flow={}), 40)
-    assert stored[:2] == plain[:2]
-    assert stored[2:] != plain[2:]
-    assert sum(stored[-8:]) == pytest.approx(sum(plain[-8:]), rel=0.01)
-
-
 @pytest.mark.parametrize("options", [{}, {"freeze_after": 6}], ids=["", "frozen"])
 def test_a_plan_repeats_the_run_bit_for_bit(options: dict, tmp_path):
     model = net(fe.auto(interval=4, **options))

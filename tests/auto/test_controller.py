@@ -165,19 +165,6 @@ def test_half_a_model_copied_keeps_its_own_controller():
     assert any(part.up.numerics is numerics for numerics in found.layers)
 
 
-def test_two_forwards_before_two_backwards_are_both_seen():
-    """The second forward begins a step: the gradients of the watched one come later, and count."""
-    model = plain()
-    for step in range(0, 12, 2):
-        first, second = model(batch(step)), model(batch(step + 1))
-        (loss_of(first) + loss_of(second)).backward()
-        model.zero_grad()
-    looked = {slot: [look.step for look in looks] for slot, looks in controller(model).history.samples.items()}
-    assert {slot.rsplit(".", 1)[1] for slot in looked} == {"input", "weight", "grad_output"}
-    assert [slot for slot in looked if len(looked[slot]) < 2] == []
-    assert [line for line in lines(model) if "grad_output E5M2/tensor -> E4M3/tensor" in line]
-
-
 def test_a_recipe_that_changes_between_a_forward_and_its_backward():
     """A backward follows the recipe of its forward: gradients are those of a model that did not change."""
     changing = plain()

@@ -144,13 +144,6 @@ def test_layers_that_read_one_tensor_share_its_casts_and_name_whose_need_it_was(
     assert found.reasons[1, "weight"].startswith("a layer that reads the same input; its input: forward, ")
 
 
-def test_layers_that_read_one_tensor_have_one_format_of_it():
-    """k's input would do with E4M3; q's would not, and the worse of the two decides."""
-    q = made(input_forward=[5, 5, 5, 25.5, 25])
-    found = decide({0: q, 1: GOOD}, NEEDS, begin([0, 1], AUTO))
-    assert {found.matmuls[i, "forward"].first for i in (0, 1) if (i, "forward") in found.matmuls} == {E5M2}
-
-
 @pytest.mark.parametrize("matmul", MATMULS)
 def test_what_was_not_sampled_keeps_its_casts(matmul: str):
     """A gradient that has not come, a zero-initialised weight: their reads are NaN."""
@@ -168,13 +161,6 @@ def test_more_than_normal_values_can_have_is_not_asked_for():
     """An outlier that a scale per row rounds exactly gives 60 dB; 31 per tensor are as good as E4M3 gets."""
     assert forward([31, 60, 60, 25, 50]) == TENSOR
     assert forward([30.5, 60, 60, 25, 50]) == ROW
-
-
-def test_the_same_arguments_give_the_same_choice():
-    for seen in (GOOD, NOT_TENSOR, made(cost=1.0)):
-        assert decide({0: seen}, NEEDS, START) == decide({0: seen}, NEEDS, START)
-        once = decide({0: seen}, NEEDS, START)
-        assert decide({0: seen}, NEEDS, once).same_casts(once)
 
 
 # Hysteresis

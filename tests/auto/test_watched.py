@@ -15,11 +15,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fp8engine as fe
 from fp8engine.auto.schedule import sampled_step
-from fp8engine.numerics.recipe import OUTPUT, ROLES
 from fp8engine.report.state import controllers_of
 from fp8engine.scaling.histogram import LENGTH
 from fp8engine.scaling.reads import layout_of
-from fp8engine.scaling.sample import Sampled, observe, read_row
 
 WAITS = ("_local_scalar_dense", "nonzero", "masked_select", "unique2", "_unique2", "bincount", "equal", "is_nonzero")
 
@@ -74,36 +72,6 @@ def test_a_watched_step_waits_no_more_than_one_that_is_not():
 def test_observing_is_an_operator_with_a_fake():
     arguments = (torch.randn(8, 16), torch.zeros(1, LENGTH), torch.zeros(layout_of((4, 16), "input").length), 64)
     torch.library.opcheck(torch.ops.fp8engine.observe.default, arguments, test_utils="test_faketensor")
-
-
-@pytest.mark.parametrize("role", [*ROLES, OUTPUT])
-def test_what_was_observed_is_what_was_there(role: str):
-    x, table = torch.randn(40, 50), torch.zeros(3, LENGTH)
-    layout = layout_of((40, 50), role)._replace(columns=50)
-    part = torch.zeros(layout.length if role in ROLES else 0)
-    rows = layout.rows if role in ROLES else 0
-    observe(x, Sampled(table[2:], part, -rows if role == "weight" else rows))
-    assert torch.equal(table[:2], torch.zeros(2, LENGTH))
-    found = read_row(table[2])
-    assert found is not None
-    assert (found.amax, found.elements, found.nonfinite) == (float(x.abs().max()), 2000, 0)
-    assert read_row(table[0]) is None
-    if role in ROLES:
-        kept = layout.part(part)
-        assert torch.equal(kept.rows_RC[:40], x)
-        assert torch.equal(kept.columns_C, x.abs().amax(0))
-        assert float(kept.total) == 40
-
-
-@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
-def test_what_is_not_finite_is_seen_even_where_the_sample_misses_it(bad: float):
-    x, table = torch.randn(4000, 64), torch.zeros(1, LENGTH)
-    x[1777, 33] = bad
-    observe(x, Sampled(table, torch.empty(0), 0))
-    found = read_row(table[0])
-    assert found is not None
-    assert found.nonfinite == 1
-    assert 3 < found.amax < 6
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
@@ -176,22 +144,6 @@ def test_any_shape_and_dtype_is_looked_at(shape, dtype):
     assert controllers_of(layer)[0].step == 3
     assert x.grad is not None
     assert x.grad.shape == (m, k)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_autocast_and_a_loss_scale_that_moves(dtype: torch.dtype):
-    model = plain()
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**14, growth_interval=3, enabled=True)
-    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.02)
-    for step in range(12):
-        with torch.autocast("cpu", dtype=dtype):
-            loss = loss_of(model(batch(step % 5)).float())
-        scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad()
-    assert [line for line in lines(model) if "grad_output E5M2/tensor -> E4M3/tensor" in line]
-    assert not [line for line in lines(model) if "E5M2" in line.split(" -> ")[1]]  # no scale moved a format back
 
 
 def work(rank: int, folder: str) -> None:
