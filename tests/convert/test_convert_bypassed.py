@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from reading_models import Eva, Model, kernel
 from support import converted
 from torch import nn
 from torch._dynamo.testing import CompileCounter
-from torch.nn import functional as F
 
 import fp8engine as fe
 from fp8engine.convert.bypassed import FirstForward
@@ -153,25 +153,6 @@ def test_an_attention_that_calls_its_projection_has_it_in_fp8():
     assert fe.inspect(model).layers[1]["ran"]
 
 
-def kernel(x: torch.Tensor) -> torch.Tensor:
-    """x, of code that runs where numbers are: a dry run ends here, and the first forward tells."""
-    if x.is_meta:
-        raise NotImplementedError("no meta device")  # what torch raises for a kernel that has no meta implementation
-    return x
-
-
-class Eva(nn.Module):
-    """timm's EVA-02 attention: the weight of `qkv` is read, `proj` is called."""
-
-    def __init__(self, width: int = 16):
-        super().__init__()
-        self.qkv, self.proj = nn.Linear(width, 3 * width, bias=False), nn.Linear(width, width)
-
-    def forward(self, x):
-        q, k, v = F.linear(kernel(x), weight=self.qkv.weight).chunk(3, -1)
-        return self.proj(F.scaled_dot_product_attention(q, k, v))
-
-
 class Mamba(nn.Module):
     """Mamba's mixer: the weight of `dt_proj` is read and multiplied by; a helper reads another."""
 
@@ -185,19 +166,6 @@ class Mamba(nn.Module):
 
 def _by_hand(layer: nn.Linear, x: torch.Tensor) -> torch.Tensor:
     return x @ layer.weight.t() + layer.bias
-
-
-class Model(nn.Module):
-    """Parts in turn; those of `unused` are there and are not called."""
-
-    def __init__(self, *parts: nn.Module, unused: tuple[nn.Module, ...] = ()):
-        super().__init__()
-        self.parts, self.unused = nn.ModuleList(parts), nn.ModuleList(unused)
-
-    def forward(self, x):
-        for part in self.parts:
-            x = x + part(x)
-        return x
 
 
 def watching(model: nn.Module) -> bool:

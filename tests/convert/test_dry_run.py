@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from reading_models import Eva, Model
 from support import converted
 from torch import nn
 from torch.nn import functional as F
@@ -36,17 +37,6 @@ class ReadsToo(Reads):
     """The forward is inherited."""
 
 
-class Eva(nn.Module):
-    """timm's EVA-02 attention, shortened: the weight of `qkv` is read, `proj` is called."""
-
-    def __init__(self, width: int = 16):
-        super().__init__()
-        self.qkv, self.proj = nn.Linear(width, 3 * width, bias=False), nn.Linear(width, width)
-
-    def forward(self, x):
-        return self.proj(F.linear(x, self.qkv.weight).chunk(3, -1)[0])
-
-
 class Asks(nn.Module):
     """One of two layers is called, after its weight's dtype is asked for, as in T5."""
 
@@ -56,19 +46,6 @@ class Asks(nn.Module):
 
     def forward(self, x):
         return self.one(x.to(self.one.weight.dtype)) if len(x) else self.other(x)
-
-
-class Model(nn.Module):
-    """Parts in turn."""
-
-    def __init__(self, *parts: nn.Module):
-        super().__init__()
-        self.parts = nn.ModuleList(parts)
-
-    def forward(self, x):
-        for part in self.parts:
-            x = x + part(x)
-        return x
 
 
 class Turns(nn.Module):
@@ -87,7 +64,7 @@ class Turns(nn.Module):
 def test_a_dry_run_tells_and_draws_no_random_number():
     torch.manual_seed(3)
     before = torch.get_rng_state()
-    model: Any = Model(Eva(), Turns(), Asks(), nn.TransformerEncoderLayer(16, 2))
+    model: Any = Model(Eva(hidden=False), Turns(), Asks(), nn.TransformerEncoderLayer(16, 2))
     torch.set_rng_state(before)
     assert uncalled(model) == {
         id(model.parts[0].qkv): "Eva reads its weight and never calls it",
@@ -96,7 +73,7 @@ def test_a_dry_run_tells_and_draws_no_random_number():
     assert asked_for_dtype(model).keys() == {id(model.parts[1].first), id(model.parts[2].one)}
     assert torch.equal(torch.get_rng_state(), before)
     with torch.device("meta"):
-        large = Model(*(Eva(8192) for _ in range(100)))
+        large = Model(*(Eva(8192, hidden=False) for _ in range(100)))
     begin = time.perf_counter()
     assert len(uncalled(large)) == 100
     assert time.perf_counter() - begin < 1, "about 10 ms: one of a class is run, without numbers"
