@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from fp8engine.auto.alarm import Trend
-from fp8engine.auto.history import OLDER, RECENT, History, Sample, Samples
+from fp8engine.auto.history import OLDER, RECENT, History, Sample, Samples, trends_from_dict
 from fp8engine.numerics.recipe import E4M3, Cast
 from fp8engine.scaling.histogram import measure, read
 from fp8engine.scaling.prediction import Prediction
@@ -110,3 +110,7 @@ def test_several_samples_of_one_step_are_no_trend():
     trend = Trend("up.input")
     assert [trend.add(0, 2.0**i) for i in range(8)] == [None] * 8
     assert trend.add(16, 2.0**8) is not None
+    history = History()
+    history.trends["up.input"] = trend
+    resumed = trends_from_dict(history.trends_to_dict())["up.input"]
+    assert (resumed.points, resumed.warned) == (trend.points, trend.warned), "what a resumed run goes on from"

@@ -71,7 +71,7 @@ class Spectral(nn.Module):
 @pytest.mark.parametrize("example_inputs", [None, (torch.arange(16)[None],)], ids=["alone", "with example_inputs"])
 @pytest.mark.parametrize("recipe", ["current", "auto"])
 @pytest.mark.parametrize("head", [None, "bf16", "fp32"])
-def test_converting_in_training_moves_no_vector_of_spectral_norm(head: str | None, recipe: str, example_inputs):
+def test_converting_in_training_moves_no_vectors_of_spectral_norm(head: str | None, recipe: str, example_inputs):
     model = Spectral().train()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     converted(model, recipe, example_inputs=example_inputs, overrides={"head": head} if head else {})
