@@ -119,8 +119,8 @@ def test_what_is_paid_stays_until_the_sum_is_below_half_of_the_budget():
         assert all(a is b for a, b in zip(wobbled, first, strict=True)), factor
     # The sum is below the budget without what was paid for, but not below half of it with: it stays.
     assert forwards(after(5e-4, 1e-4, 3e-4, start=first)) == [None, TENSOR]
-    # Half the cost: 4e-4 of layer 0 would fit beside 1.5e-4, but for the tenth that is kept free.
-    assert forwards(after(5e-4, 4e-4, 1.5e-4, start=first)) == [None, TENSOR]
+    # Less: 3.3e-4 of layer 0 would fit beside 1.4e-4, but for the tenth that is kept free.
+    assert forwards(after(5e-4, 3.3e-4, 1.4e-4, start=first)) == [None, TENSOR]
     back = after(5e-4, 2.7e-4, 1e-4, start=first)
     assert forwards(back) == [TENSOR, TENSOR]
     assert not any(choice.paid for choice in back)

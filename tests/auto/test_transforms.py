@@ -49,7 +49,7 @@ def test_a_refused_transform_changes_no_sample_and_no_decision(where: str, what:
         return y
 
     steps = sampled_step(3, 4) + 2
-    where_to = {"between": transform} if where == "between steps" else {"call": call}
+    where_to: Any = {"between": transform} if where == "between steps" else {"call": call}
     assert train(disturbed, steps, **where_to) == train(quiet, steps)
     assert lines(quiet) == lines(disturbed) != []
     assert looks(quiet) == looks(disturbed)

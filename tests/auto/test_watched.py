@@ -1,6 +1,7 @@
 """A watched step: nothing waits for the device, whatever is fed is seen or left out, ranks and graphs agree."""
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -31,7 +32,8 @@ class Waits(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        to, source = kwargs.get("device"), args[0] if args else None
+        to: Any = kwargs.get("device")
+        source = args[0] if args else None
         if func is torch.ops.aten.copy_.default:
             to, source = args[0].device, args[1]
         copies = func in (torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default) and to is not None
@@ -124,7 +126,7 @@ def test_layers_that_are_frozen_skipped_or_never_run():
 def test_a_layer_that_never_runs_keeps_its_recipe():
     model = plain()
     torch.manual_seed(0)
-    unused = nn.ModuleDict({"net": fe.revert(plain()), "never": nn.Linear(8, 8)})
+    unused: Any = nn.ModuleDict({"net": fe.revert(plain()), "never": nn.Linear(8, 8)})
     converted(unused, fe.auto(interval=INTERVAL))
     train(model, 6)
     train(unused, 6, unused["net"])

@@ -46,6 +46,7 @@ def test_codes_stand_where_weights_were():
         want = codes[name] = fe.quantize(weight.detach(), fe.rowwise().weight)
         assert torch.equal(layer.weight.view(torch.uint8), want.data.view(torch.uint8)), name
         assert torch.equal(layer.scale, want.scale)
+        assert layer.numerics.name == name
         held = sum(p.nbytes for p in layer.parameters())
         assert held == weight.numel() + 4 * len(weight), "one byte a weight and four a row"
     reverted = fe.revert(model)
