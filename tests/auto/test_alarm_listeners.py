@@ -5,7 +5,6 @@ import io
 
 import pytest
 import torch
-from made_reports import trained
 from support import converted
 from torch import nn
 
@@ -13,6 +12,10 @@ import fp8engine as fe
 from fp8engine.auto import Alarm
 from fp8engine.errors import StateError
 from fp8engine.report.state import controllers_of
+
+
+def watched() -> nn.Module:
+    return converted(nn.Sequential(nn.Linear(64, 32)), fe.auto(interval=1))
 
 
 def grow(model: nn.Module, steps: int) -> None:
@@ -25,7 +28,7 @@ def grow(model: nn.Module, steps: int) -> None:
 
 
 def test_a_listener_hears_each_alarm_until_it_is_stopped():
-    model = converted(nn.Sequential(nn.Linear(64, 32)), fe.auto(interval=1))
+    model = watched()
     heard: list[Alarm] = []
     stop = fe.scaling_state(model).on_alarm(heard.append)
     grow(model, 12)
@@ -46,7 +49,7 @@ def test_a_listener_hears_each_alarm_until_it_is_stopped():
 
 
 def test_a_listener_may_end_its_own_listening():
-    model = converted(nn.Sequential(nn.Linear(64, 32)), fe.auto(interval=1))
+    model = watched()
     first: list[Alarm] = []
     second: list[Alarm] = []
     stops = []
@@ -58,7 +61,7 @@ def test_a_listener_may_end_its_own_listening():
 
 
 def test_a_copy_and_a_saved_model_have_no_listeners():
-    model = converted(nn.Sequential(nn.Linear(64, 32)), fe.auto(interval=1))
+    model = watched()
     heard: list[Alarm] = []
     fe.scaling_state(model).on_alarm(lambda alarm: heard.append(alarm))
     grow(copy.deepcopy(model), 12)
@@ -73,6 +76,5 @@ def test_a_copy_and_a_saved_model_have_no_listeners():
 
 
 def test_a_model_that_nobody_watches_says_so():
-    model, _ = trained("delayed", steps=1)
     with pytest.raises(StateError, match='no layer is under "auto", and only those are watched'):
-        fe.scaling_state(model).on_alarm(print)
+        fe.scaling_state(converted(nn.Linear(4, 4), "delayed")).on_alarm(print)

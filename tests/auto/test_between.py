@@ -28,27 +28,20 @@ def singly(model: Any) -> Any:
     return by_torch(model, foreach=False)
 
 
-def by_hand(model: Any) -> Any:
+def by_hand(model: Any, unseen: bool = False) -> Any:
+    """unseen: no version counter moves; the gradients go."""
+
     def step() -> None:
-        with torch.no_grad():
-            for p in model.parameters():
-                if p.grad is not None:
-                    p.sub_(p.grad, alpha=1e-3)
-                    p.grad.zero_()
+        for p in model.parameters():
+            if p.grad is not None:
+                (p.data if unseen else p.detach()).sub_(p.grad, alpha=1e-3)
+                p.grad = None if unseen else p.grad.zero_()
 
     return step
 
 
 def unseen(model: Any) -> Any:
-    """No version counter moves; the gradients go."""
-
-    def step() -> None:
-        for p in model.parameters():
-            if p.grad is not None:
-                p.data.sub_(p.grad, alpha=1e-3)
-                p.grad = None
-
-    return step
+    return by_hand(model, unseen=True)
 
 
 def microbatches(model: Any, number: int) -> None:

@@ -37,8 +37,15 @@ def total(choices: list[Choice], seen: dict[int, Reads]) -> float:
     return sum(predicted(choice, i, seen[i]) for choice in choices for i in choice.layers)
 
 
-def forward(choice: Choice, layer: int) -> Casts | None:
-    return choice.used.get((layer, "forward"))
+def forwards(choices: list[Choice]) -> list[Casts | None]:
+    """The forward's casts of each layer, None for 16 bits."""
+    return [choice.used.get((i, "forward")) for choice in choices for i in choice.layers]
+
+
+def after(nats: float, *costs: tuple[float, ...] | float, start: list[Choice] | None = None, flops=()) -> list[Choice]:
+    """What `spend` makes of layers that cost so much per tensor, per row and in blocks; one number: for each."""
+    seen = {i: reads(*(each if isinstance(each, tuple) else 3 * (each,))) for i, each in enumerate(costs)}
+    return spend(start or alone(*seen), seen, dict(enumerate(flops)) or dict.fromkeys(seen, 1.0), nats)
 
 
 def many(seed: int) -> tuple[list[Choice], dict[int, Reads], dict[int, float]]:
@@ -55,56 +62,40 @@ def many(seed: int) -> tuple[list[Choice], dict[int, Reads], dict[int, float]]:
 def test_the_sum_stays_under_the_budget_and_one_that_does_changes_nothing(seed: int, share: float):
     choices, seen, flops = many(seed)
     nats = share * total(choices, seen)
-    after = spend(choices, seen, flops, nats)
-    assert total(after, seen) <= nats
-    for old, new in zip(choices, after, strict=True):
+    found = spend(choices, seen, flops, nats)
+    assert found == spend(choices, seen, flops, nats)
+    assert total(found, seen) <= nats
+    for old, new in zip(choices, found, strict=True):
         assert new.matmuls == old.matmuls  # the policy's casts are what they were
         assert set(new.paid) <= {(i, "forward") for i in old.layers}
-        assert len({casts.first for i in new.layers if (casts := forward(new, i))}) <= 1  # the input is cast once
+        assert len({casts.first for casts in forwards([new]) if casts}) <= 1  # the input is cast once
         for i in new.layers:
             assert recipe_of(auto(), new, i).operands("dgrad") == recipe_of(auto(), old, i).operands("dgrad")
-    assert all(old is new for old, new in zip(choices, after, strict=True) if not new.paid)
+    assert all(old is new for old, new in zip(choices, found, strict=True) if not new.paid)
     assert all(a is b for a, b in zip(spend(choices, seen, flops, 1.01 * nats / share), choices, strict=True))
-
-
-def test_the_same_arguments_give_the_same_choices():
-    choices, seen, flops = many(7)
-    nats = 0.1 * total(choices, seen)
-    assert spend(choices, seen, flops, nats) == spend(choices, seen, flops, nats)
 
 
 def test_what_costs_most_for_its_flops_goes_first():
     """Three layers that no finer cast helps: 16 bits for the one with the most nats a FLOP, not with the most nats."""
-    seen = {0: reads(4e-3, 4e-3, 4e-3), 1: reads(2e-3, 2e-3, 2e-3), 2: reads(1e-3, 1e-3, 1e-3)}
-    after = spend(alone(0, 1, 2), seen, {0: 16.0, 1: 2.0, 2: 2.0}, 6e-3)
-    assert [forward(choice, i) for i, choice in enumerate(after)] == [TENSOR, None, TENSOR]
-    after = spend(alone(0, 1, 2), seen, {0: 1.0, 1: 2.0, 2: 2.0}, 6e-3)
-    assert [forward(choice, i) for i, choice in enumerate(after)] == [None, TENSOR, TENSOR]
+    costs = (4e-3, 2e-3, 1e-3)
+    assert forwards(after(6e-3, *costs, flops=(16.0, 2.0, 2.0))) == [TENSOR, None, TENSOR]
+    assert forwards(after(6e-3, *costs, flops=(1.0, 2.0, 2.0))) == [None, TENSOR, TENSOR]
 
 
 def test_finer_casts_come_before_16_bits():
     """Rows save 60 % for a tenth of the time; 16 bits all, for ten times that.  Blocks where rows are not enough."""
-    seen = {0: reads(1e-3, 4e-4, 2e-4)}
-    found = {nats: forward(spend(alone(0), seen, {0: 1e6}, nats)[0], 0) for nats in (9e-4, 3e-4, 1e-4)}
+    found = [forwards(after(nats, (1e-3, 4e-4, 2e-4))) for nats in (9e-4, 3e-4, 1e-4)]
     # Blocks save more for the same FINER: one step leads to them.
-    assert found == {9e-4: BLOCK, 3e-4: BLOCK, 1e-4: None}
-    worse = {0: reads(1e-3, 4e-4, 8e-4)}
-    assert forward(spend(alone(0), worse, {0: 1e6}, 9e-4)[0], 0) == ROW
+    assert found == [[BLOCK], [BLOCK], [None]]
+    assert forwards(after(9e-4, (1e-3, 4e-4, 8e-4))) == [ROW]
+    assert forwards(after(9.9e-4, (1e-3, 0.95e-3, 0.95e-3))) == [None], "saves less than a tenth"
     assert FINER < 1
 
 
-def test_a_finer_cast_that_saves_less_than_a_tenth_is_passed_over():
-    seen = {0: reads(1e-3, 0.95e-3, 0.95e-3)}
-    assert forward(spend(alone(0), seen, {0: 1.0}, 9.9e-4)[0], 0) is None
-
-
 def test_a_group_gets_finer_casts_together_and_16_bits_one_by_one():
-    seen = {0: reads(1e-3, 1e-4, 1e-4), 1: reads(1e-5, 1e-5, 1e-5)}
-    (finer,) = spend([begin([0, 1], auto())], seen, {0: 1.0, 1: 1.0}, 5e-4)
-    assert forward(finer, 0) == forward(finer, 1) == ROW
-    seen = {0: reads(1e-3, 1e-3, 1e-3), 1: reads(1e-5, 1e-5, 1e-5)}
-    (wide,) = spend([begin([0, 1], auto())], seen, {0: 1.0, 1: 1.0}, 5e-4)
-    assert (forward(wide, 0), forward(wide, 1)) == (None, TENSOR)
+    group = [begin([0, 1], auto())]
+    assert forwards(after(5e-4, (1e-3, 1e-4, 1e-4), 1e-5, start=group)) == [ROW, ROW]
+    assert forwards(after(5e-4, 1e-3, 1e-5, start=group)) == [None, TENSOR]
 
 
 def test_e5m2_gives_way_to_e4m3():
@@ -113,41 +104,29 @@ def test_e5m2_gives_way_to_e4m3():
     start = replace(start, matmuls={**start.matmuls, (0, "forward"): Casts("tensor", E5M2, E4M3)})
     seen = {0: reads(1e-3, 5e-4, 5e-4)}
     assert predicted(start, 0, seen[0]) == pytest.approx(4 * 0.75e-3 + 0.25e-3)
-    after = spend([start], seen, {0: 1.0}, 1e-3)[0]
-    assert (forward(after, 0), predicted(after, 0, seen[0])) == (ROW, pytest.approx(5e-4))
+    found = spend([start], seen, {0: 1.0}, 1e-3)[0]
+    assert (*forwards([found]), predicted(found, 0, seen[0])) == (ROW, pytest.approx(5e-4))
     assert cost_of(seen[0], None, "input") == 0
 
 
 def test_what_is_paid_stays_until_the_sum_is_below_half_of_the_budget():
     """A cost that wobbles by ten percent around the budget changes the casts once, and not with each sample."""
     assert (FULL, LOW) == (0.9, 0.5)
-    flops = {0: 1.0, 1: 1.0}
-    now = alone(0, 1)
-    seen = {0: reads(8e-4, 8e-4, 8e-4), 1: reads(3e-4, 3e-4, 3e-4)}
-    first = spend(now, seen, flops, 5e-4)
-    assert [forward(choice, i) for i, choice in enumerate(first)] == [None, TENSOR]
+    first = after(5e-4, 8e-4, 3e-4)
+    assert forwards(first) == [None, TENSOR]
     for factor in (1.1, 0.9, 1.05, 0.95):
-        wobbled = {i: reads(*3 * [cost * factor]) for i, cost in {0: 8e-4, 1: 3e-4}.items()}
-        assert all(a is b for a, b in zip(spend(first, wobbled, flops, 5e-4), first, strict=True)), factor
+        wobbled = after(5e-4, 8e-4 * factor, 3e-4 * factor, start=first)
+        assert all(a is b for a, b in zip(wobbled, first, strict=True)), factor
     # The sum is below the budget without what was paid for, but not below half of it with: it stays.
-    less = {0: reads(1e-4, 1e-4, 1e-4), 1: seen[1]}
-    assert forward(spend(first, less, flops, 5e-4)[0], 0) is None
-    # Half the cost: 4e-4 of layer 0 would fit beside 1.5e-4, but for the tenth that is kept free.
-    half = {0: reads(4e-4, 4e-4, 4e-4), 1: reads(1.5e-4, 1.5e-4, 1.5e-4)}
-    assert forward(spend(first, half, flops, 5e-4)[0], 0) is None
-    third = {0: reads(2.7e-4, 2.7e-4, 2.7e-4), 1: reads(1e-4, 1e-4, 1e-4)}
-    back = spend(first, third, flops, 5e-4)
-    assert [forward(choice, i) for i, choice in enumerate(back)] == [TENSOR, TENSOR]
-    assert all(not choice.paid for choice in back)
-
-
-def test_more_is_taken_where_the_cost_grows_and_what_was_paid_stays():
-    flops = {0: 1.0, 1: 1.0}
-    seen = {0: reads(8e-4, 8e-4, 8e-4), 1: reads(3e-4, 3e-4, 3e-4)}
-    first = spend(alone(0, 1), seen, flops, 5e-4)
-    grown = {0: seen[0], 1: reads(2e-3, 2e-4, 2e-4)}
-    second = spend(first, grown, flops, 5e-4)
-    assert [forward(choice, i) for i, choice in enumerate(second)] == [None, ROW]
+    assert forwards(after(5e-4, 1e-4, 3e-4, start=first)) == [None, TENSOR]
+    # Less: 3.3e-4 of layer 0 would fit beside 1.4e-4, but for the tenth that is kept free.
+    assert forwards(after(5e-4, 3.3e-4, 1.4e-4, start=first)) == [None, TENSOR]
+    back = after(5e-4, 2.7e-4, 1e-4, start=first)
+    assert forwards(back) == [TENSOR, TENSOR]
+    assert not any(choice.paid for choice in back)
+    # More is taken where the cost grows, and what was paid stays.
+    second = after(5e-4, 8e-4, (2e-3, 2e-4, 2e-4), start=first)
+    assert forwards(second) == [None, ROW]
     assert second[0] is first[0]
 
 
@@ -158,8 +137,7 @@ def test_statistics_that_ask_for_more_than_was_paid_for_win(base: Casts | None, 
     start = replace(alone(0)[0], paid={(0, "forward"): ROW})
     matmuls = {key: casts for key, casts in start.matmuls.items() if key != (0, "forward")}
     start = replace(start, matmuls={**matmuls, **({(0, "forward"): base} if base else {})})
-    after = spend([start], {0: reads(1e-3, 6e-4, 6e-4)}, {0: 1.0}, nats)[0]
-    assert forward(after, 0) == (base if nats == 1e-3 else None)
+    assert forwards(after(nats, (1e-3, 6e-4, 6e-4), start=[start])) == [base if nats == 1e-3 else None]
 
 
 def test_layers_without_a_known_cost_are_left_alone():
@@ -167,10 +145,10 @@ def test_layers_without_a_known_cost_are_left_alone():
     unknown = Reads(numpy.where(numpy.arange(5) == COST, numpy.nan, numpy.full(SHAPE, 30.0)))
     choices = [begin([0, 1], auto()), *alone(2), *alone(3)]
     seen = {0: reads(1.0, 1.0, 1.0), 1: unknown, 2: reads(1e-3, 1e-4, 1e-4)}
-    after = spend(choices, seen, dict.fromkeys(range(4), 1.0), 5e-4)
-    assert after[0] is choices[0]
-    assert after[2] is choices[2]
-    assert forward(after[1], 2) == ROW
+    found = spend(choices, seen, dict.fromkeys(range(4), 1.0), 5e-4)
+    assert found[0] is choices[0]
+    assert found[2] is choices[2]
+    assert forwards(found[1:2]) == [ROW]
     assert spend(choices, {}, {}, 0.0) == choices
 
 
@@ -179,7 +157,7 @@ def test_layers_without_a_known_cost_are_left_alone():
 def test_a_budget_of_nothing_leaves_nothing_in_fp8(start: Casts, nats: float):
     choice = alone(0)[0]
     choice = replace(choice, matmuls={**choice.matmuls, (0, "forward"): start})
-    after = spend([choice], {0: reads(1e-3, 5e-4, 2e-4)}, {0: 1.0}, nats)[0]
-    assert forward(after, 0) is None
-    assert after.matmuls[0, "forward"] == start
-    assert not recipe_of(auto(), after, 0).operands("forward")[0].is_fp8
+    (found,) = after(nats, (1e-3, 5e-4, 2e-4), start=[choice])
+    assert forwards([found]) == [None]
+    assert found.matmuls[0, "forward"] == start
+    assert not recipe_of(auto(), found, 0).operands("forward")[0].is_fp8

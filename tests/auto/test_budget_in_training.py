@@ -25,30 +25,26 @@ def under(budget: float | None) -> Any:
     return converted(taught(), fe.auto(budget=budget, interval=1))
 
 
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, loss: torch.Tensor) -> None:
+    fe.scaling_state(model).see_loss(loss)
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
 def train(model: nn.Module, steps: int, first: int = 0, micro: int = 1) -> list[float]:
     """Losses of that many optimizer steps, each of `micro` batches that nobody has seen before."""
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-5)
     losses = []
-    for step in range(first, first + steps):
+    for number in range(first, first + steps):
         for part in range(micro):
-            loss = model(*text(1000 + micro * step + part))["loss"]
+            loss = model(*text(1000 + micro * number + part))["loss"]
             fe.scaling_state(model).see_loss(loss)
             (loss / micro).backward()
             losses.append(float(loss.detach()))
         optimizer.step()
         optimizer.zero_grad()
     return losses
-
-
-class Forwards:
-    """Counts the model's forwards that are not the training's."""
-
-    def __init__(self, model: nn.Module):
-        self.count = 0
-        model.register_forward_pre_hook(self)
-
-    def __call__(self, model: nn.Module, args: tuple) -> None:
-        self.count += not model.training
 
 
 def test_a_training_without_text_keeps_the_budget_on_its_own_batches():
@@ -72,16 +68,17 @@ def test_a_training_without_text_keeps_the_budget_on_its_own_batches():
 
 def test_it_measures_before_steps_5_20_80_and_says_how_long_it_took(caplog):
     model = under(0.5)
-    counted = Forwards(model)
+    evaluated: list[bool] = []
+    model.register_forward_pre_hook(lambda model, args: evaluated.append(True) if not model.training else None)
     handle = fe.keep_budget_in_training(model, BATCHES)
     seen = []
     with caplog.at_level(logging.WARNING, logger="fp8engine.auto.in_training"):
-        for step in range(1, 25):
-            before = counted.count
-            train(model, 1, first=step)
-            if counted.count > before:
-                seen.append(step)
-                assert 2 * BATCHES <= counted.count - before <= 9 * BATCHES
+        for number in range(1, 25):
+            evaluated.clear()
+            train(model, 1, first=number)
+            if evaluated:
+                seen.append(number)
+                assert 2 * BATCHES <= len(evaluated) <= 9 * BATCHES
         assert seen == [5, 20]
         assert [record.args[0] for record in caplog.records] == seen
         assert "kept" in caplog.records[0].getMessage()
@@ -119,25 +116,16 @@ def test_microbatches_of_one_optimizer_step_have_one_recipe():
 
 def test_batches_are_kept_as_they_were():
     """A loader that fills the same memory again does not change what is measured."""
-    model, again = under(0.5), under(0.5)
-    x, target = (torch.empty_like(part) for part in text(0))
-    found = []
-    for each, reuse in ((model, True), (again, False)):
-        fe.keep_budget_in_training(each, BATCHES)
-        optimizer = torch.optim.SGD(each.parameters(), lr=1e-5)
+    held, found = [torch.empty_like(part) for part in text(0)], []
+    for reuse in (True, False):
+        model = under(0.5)
+        fe.keep_budget_in_training(model, BATCHES)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-5)
         torch.manual_seed(2)
-        for step in range(5):
-            batch = text(step)
-            if reuse:
-                x.copy_(batch[0])
-                target.copy_(batch[1])
-                batch = x, target
-            loss = each(*batch)["loss"]
-            fe.scaling_state(each).see_loss(loss)
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        found.append(controller(each).spent)
+        for number in range(5):
+            batch = [part.copy_(new) for part, new in zip(held, text(number), strict=True)] if reuse else text(number)
+            step(model, optimizer, model(*batch)["loss"])
+        found.append(controller(model).spent)
     assert found[0] is not None
     assert found[0] == found[1]
 
@@ -147,8 +135,8 @@ def test_a_graph_of_the_whole_model_goes_on_unmeasured():
     train(model, 2)
     fe.keep_budget_in_training(model, BATCHES)
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
-    for step in range(BATCHES + 2):
-        compiled(*text(step))["loss"].backward()
+    for number in range(BATCHES + 2):
+        compiled(*text(number))["loss"].backward()
     assert controller(model).spent is None
 
 
@@ -168,12 +156,8 @@ def _on_rank(rank: int, ranks: int) -> tuple[list[str], object]:
     fe.keep_budget_in_training(model, BATCHES)
     parallel = nn.parallel.DistributedDataParallel(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-5)
-    for step in range(BATCHES + 2):
-        loss = parallel(*text(100 * rank + step))["loss"]
-        fe.scaling_state(model).see_loss(loss)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    for number in range(BATCHES + 2):
+        step(model, optimizer, parallel(*text(100 * rank + number))["loss"])
     return forwards(model), controller(model).spent
 
 
@@ -194,13 +178,10 @@ def test_what_cannot_be_measured_is_said_and_tried_again():
     fe.keep_budget_in_training(model, BATCHES)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-5)
     said = r"returns no loss of one number.*measured again at step 20"
-    for step in range(6):
-        with pytest.warns(BudgetWarning, match=said) if step == 4 else nullcontext():
-            loss = model(*text(step)).mean()
-        fe.scaling_state(model).see_loss(loss)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    for number in range(6):
+        with pytest.warns(BudgetWarning, match=said) if number == 4 else nullcontext():
+            loss = model(*text(number)).mean()
+        step(model, optimizer, loss)
         assert controller(model).spent is None
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from fp8engine.auto.alarm import Trend
-from fp8engine.auto.history import OLDER, RECENT, History, Sample, Samples
+from fp8engine.auto.history import OLDER, RECENT, History, Sample, Samples, trends_from_dict
 from fp8engine.numerics.recipe import E4M3, Cast
 from fp8engine.scaling.histogram import measure, read
 from fp8engine.scaling.prediction import Prediction
@@ -94,10 +94,7 @@ def test_what_was_worst_is_still_told_by_the_look_that_stands_for_it():
 
 
 def test_slots_that_are_looked_at_more_often_keep_the_same_steps():
-    often, rarely = (
-        Samples(look(step) for step in range(0, 8192, 4)),
-        Samples(look(step) for step in range(0, 8192, 16)),
-    )
+    often, rarely = (Samples(look(step) for step in range(0, 8192, every)) for every in (4, 16))
     assert {each.step // often.span for each in often.evenly()} >= {each.step // often.span for each in rarely.evenly()}
     assert often.span % rarely.span == 0
 
@@ -113,3 +110,7 @@ def test_several_samples_of_one_step_are_no_trend():
     trend = Trend("up.input")
     assert [trend.add(0, 2.0**i) for i in range(8)] == [None] * 8
     assert trend.add(16, 2.0**8) is not None
+    history = History()
+    history.trends["up.input"] = trend
+    resumed = trends_from_dict(history.trends_to_dict())["up.input"]
+    assert (resumed.points, resumed.warned) == (trend.points, trend.warned), "what a resumed run goes on from"

@@ -1,8 +1,10 @@
 """fe.keep_budget: the measured cost of all forward casts stays within the budget, whatever was predicted."""
 
 import copy
+import functools
 import math
 import statistics
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -10,7 +12,7 @@ import pytest
 import torch
 from autos import controller, fused, lines
 from blocks import WIDTH, Net
-from support import converted
+from support import converted, same, tables
 from torch import nn
 
 import fp8engine as fe
@@ -85,19 +87,29 @@ BATCHES = [text(seed) for seed in range(1, 17)]
 OTHERS = [text(seed) for seed in range(100, 132)]
 
 
+@functools.cache
+def cost_of_all(other: bool = True) -> tuple[float, float]:
+    """(mean cost of all casts without a budget, loss without any cast), on other text than the budget is kept on."""
+    free, batches = calibrated(None), OTHERS if other else BATCHES
+    return statistics.fmean(costs(free, batches)), plain_loss(free, batches)
+
+
+def budget(share: float, other: bool = True) -> float:
+    """The budget that pays for that share of what all casts cost."""
+    whole, loss = cost_of_all(other)
+    return share * whole / loss
+
+
 @pytest.mark.parametrize("factor", [1e-3, 1.0, 1e3])
 @pytest.mark.parametrize("share", [0.5, 0.1])
 def test_the_cost_on_other_text_is_within_the_budget_however_wrong_predictions_are(factor: float, share: float):
     """Of a budget of half, and a tenth, of what the casts without one cost."""
-    free = calibrated(None)
-    loss = plain_loss(free, OTHERS)
-    whole = statistics.fmean(costs(free, OTHERS))
+    whole, _ = cost_of_all()
     assert whole > 0
-    model = calibrated(share * whole / loss, factor)
+    model = calibrated(budget(share), factor)
     spent = fe.keep_budget(model, BATCHES)
     assert spent.kept
-    assert spent.batches == len(BATCHES) // 2
-    assert spent.tokens == 64 * spent.batches
+    assert (spent.batches, spent.tokens) == (len(BATCHES) // 2, 64 * len(BATCHES) // 2)
     found = costs(model, OTHERS)
     error = statistics.stdev(found) / math.sqrt(len(found))
     # What was measured on 8 batches has an error of its own: the two are compared within three of both together.
@@ -112,9 +124,7 @@ def test_the_cost_on_other_text_is_within_the_budget_however_wrong_predictions_a
 @pytest.mark.parametrize("times", [4.0, 1e6])
 def test_what_decides_does_not_check(times: float):
     """Every second batch costs more than those that decide: half of the layers' cost would have fitted."""
-    free = calibrated(None)
-    loss, whole = plain_loss(free, BATCHES), statistics.fmean(costs(free, BATCHES))
-    model = calibrated(0.5 * whole / loss)
+    model = calibrated(budget(0.5, other=False))
 
     def dearer(model: nn.Module, batch: int) -> torch.Tensor:
         """Its value in 16 bits is that of every batch; what the casts add counts more in those that check."""
@@ -172,16 +182,12 @@ def test_ranks_decide_alike_on_the_first_ones_losses():
     assert spent == other
 
 
-def test_a_budget_that_is_larger_than_the_cost_takes_nothing():
+def test_budgets_that_pay_for_everything_and_for_nothing():
     model = calibrated(1.0, factor=1e4)  # by its predictions alone it would take something
-    before = forwards(calibrated(None))
     spent = fe.keep_budget(model, BATCHES)
-    assert forwards(model) == before
+    assert forwards(model) == forwards(calibrated(None))
     assert spent.kept
     assert str(spent) in str(fe.inspect(model))
-
-
-def test_a_budget_that_nothing_fits_leaves_all_forwards_in_16_bits_and_says_why():
     model = calibrated(1e-9)
     spent = fe.keep_budget(model, BATCHES)
     assert not any("E4M3" in each for each in forwards(model))
@@ -190,14 +196,11 @@ def test_a_budget_that_nothing_fits_leaves_all_forwards_in_16_bits_and_says_why(
 
 
 def test_each_change_is_logged_with_what_was_measured_and_a_plan_repeats_it(tmp_path):
-    free = calibrated(None)
-    whole = statistics.fmean(costs(free, OTHERS))
     model = calibrated(1e-2, factor=1e-6)  # predictions alone would take nothing
     assert not [line for line in lines(model) if "measured" in line]
     before = forwards(model)
-    loss = plain_loss(free, OTHERS)
     found = controller(model)
-    found.recipe = replace(found.recipe, budget=0.2 * whole / loss)
+    found.recipe = replace(found.recipe, budget=budget(0.2))
     fe.keep_budget(model, BATCHES)
     assert forwards(model) != before
     assert [line for line in lines(model) if "measured: the casts cost" in line]
@@ -216,19 +219,17 @@ def test_everything_but_the_recipes_stays_as_it_was():
         model(*text(seed))["loss"].backward()
         model.zero_grad()
     model.train()
-    random = torch.get_rng_state()
-    weights = copy.deepcopy(model.state_dict())
-    state = controller(model).state
-    tables = [getattr(state, name).clone() for name in ("history_HS", "live_2S", "counts_CS")]
-    step, on_step = controller(model).step, state.on_step
+
+    def held() -> list[torch.Tensor]:
+        return [torch.get_rng_state(), *tables(model), *(value.clone() for value in model.state_dict().values())]
+
+    found, before = controller(model), held()
+    step, on_step = found.step, found.state.on_step
     fe.keep_budget(model, BATCHES)
-    assert torch.equal(torch.get_rng_state(), random)
+    assert same(held(), before)
     assert model.training
-    assert all(torch.equal(value, weights[key]) for key, value in model.state_dict().items())
     assert all(p.grad is None for p in model.parameters())
-    now = (getattr(state, name) for name in ("history_HS", "live_2S", "counts_CS"))
-    assert all(torch.equal(a, b) for a, b in zip(now, tables, strict=True))
-    assert (controller(model).step, state.on_step) == (step, on_step)
+    assert (found.step, found.state.on_step) == (step, on_step)
 
 
 def test_an_error_in_the_loss_leaves_the_recipes_as_they_were():
@@ -250,41 +251,42 @@ def test_an_error_in_the_loss_leaves_the_recipes_as_they_were():
 
 def test_training_goes_on_with_what_was_measured_and_so_does_a_resumed_run():
     """Predictions a million times too small would give everything back to FP8 at the next sample."""
-    free = calibrated(None)
-    budget = 0.2 * statistics.fmean(costs(free, OTHERS)) / plain_loss(free, OTHERS)
-    model = calibrated(budget, factor=1e-6)
+    model, fresh = calibrated(budget(0.2), factor=1e-6), calibrated(budget(0.2))
     fe.keep_budget(model, BATCHES)
-    spent = controller(model).spent
-    assert spent is not None
-    rate = spent.rate
-    assert rate < budget * 1e-5  # of the predicted nats, a millionth of the true ones
-    saved, fresh = fe.scaling_state_dict(model), calibrated(budget)
-    fe.load_scaling_state_dict(fresh, saved)
-    assert controller(fresh).spent == controller(model).spent
-    assert forwards(fresh) == forwards(model)
     found = controller(model)
+    assert found.spent is not None
+    rate = found.spent.rate
+    assert rate < budget(0.2) * 1e-5  # of the predicted nats, a millionth of the true ones
+    fe.load_scaling_state_dict(fresh, fe.scaling_state_dict(model))
+    assert controller(fresh).spent == found.spent
+    assert forwards(fresh) == forwards(model)
     found.loss = 2.0
     assert found.allowed == pytest.approx(2.0 * rate)
     found.spent = None
-    assert found.allowed == pytest.approx(2.0 * budget)
+    assert found.allowed == pytest.approx(2.0 * budget(0.2))
 
 
-def test_what_cannot_be_measured_is_refused():
-    model = calibrated(0.01)
-    with pytest.raises(StateError, match=f"{LEAST - 1} batches; want at least {LEAST}"):
-        fe.keep_budget(model, BATCHES[: LEAST - 1])
-    with pytest.raises(StateError, match="returns no loss of one number"):
-        fe.keep_budget(nn.Sequential(model.net), [(x,) for x, _ in BATCHES])
-    with pytest.raises(StateError, match="have to be finite"):
-        fe.keep_budget(model, BATCHES, lambda model, batch: model(*batch)["loss"] * math.nan)
-    with pytest.raises(StateError, match="a share of a loss above 0"):
-        fe.keep_budget(model, BATCHES, lambda model, batch: -model(*batch)["loss"])
-    with pytest.raises(StateError, match="no layer has a budget"):
-        fe.keep_budget(calibrated(None), BATCHES)
-    with pytest.raises(StateError, match="no predicted cost is known"):
-        fe.keep_budget(converted(Taught(), fe.auto(budget=0.01)), BATCHES)
-    with pytest.raises(StateError, match="no layer is under `auto`"):
-        fe.keep_budget(converted(Taught(), "current"), BATCHES)
+REFUSED: dict[str, tuple[Callable[[], Any], tuple, str]] = {
+    "too few batches": (lambda: calibrated(0.01), (BATCHES[: LEAST - 1],), f"{LEAST - 1} batches; want at least"),
+    "no loss": (
+        lambda: nn.Sequential(calibrated(0.01).net),
+        ([(x,) for x, _ in BATCHES],),
+        "returns no loss of one number",
+    ),
+    "NaN": (lambda: calibrated(0.01), (BATCHES, lambda model, batch: model(*batch)["loss"] * math.nan), "to be finite"),
+    "below 0": (lambda: calibrated(0.01), (BATCHES, lambda model, batch: -model(*batch)["loss"]), "of a loss above 0"),
+    "no budget": (lambda: calibrated(None), (BATCHES,), "no layer has a budget"),
+    "nothing predicted": (lambda: converted(Taught(), fe.auto(budget=0.01)), (BATCHES,), "no predicted cost is known"),
+    "no auto": (lambda: converted(Taught(), "current"), (BATCHES,), "no layer is under `auto`"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_measured_is_refused(case: str):
+    make, given, why = REFUSED[case]
+    model = make()
+    with pytest.raises(StateError, match=why):
+        fe.keep_budget(model, *given)
 
 
 @pytest.mark.parametrize("power", [0.5, 1.0, 2.0])
@@ -311,20 +313,14 @@ def test_the_bound_is_students():
         assert Cost(1.0, 2.0, batches).bound == pytest.approx(1.0 + 2.0 * t90, rel=0.04)
 
 
-def test_a_budget_that_is_not_kept_says_so():
-    spent = Spent(0.0, 0.005, 2.0, 0.0, 0.01, 0.002, 0.013, 8, 512)
-    assert not spent.kept
-    assert "is not kept" in str(spent)
-
-
 def test_a_budget_that_cannot_be_kept_is_warned_of():
     """The first layer's costs are not known, so that it stays in FP8, and nobody may spend what it costs."""
-    model = calibrated(None)
-    shown = statistics.fmean(costs(model, OTHERS)) / plain_loss(model, OTHERS)
-    model = calibrated(1e-3 * shown)
+    model = calibrated(budget(1e-3))
     reads = controller(model).reads
     unknown = reads[0].table.copy()
     unknown[..., COST] = float("nan")
     reads[0] = replace(reads[0], table=unknown)
     with pytest.warns(BudgetWarning, match="is not kept.*costs are not known"):
-        assert not fe.keep_budget(model, BATCHES).kept
+        spent = fe.keep_budget(model, BATCHES)
+    assert not spent.kept
+    assert "is not kept" in str(spent)

@@ -6,18 +6,14 @@ Those fall below E4M3's smallest normal where the outlier is 28,000 times larger
 """
 
 import functools
-import math
 
 import pytest
 import torch
-from autos import controller, lines
-from support import converted, dequantised
+from autos import lines
 from torch import nn
-from troubled import FIXED, READS, K, M, N, Scene, db, short_of, typical
+from troubled import FIXED, READS, K, M, N, Scene, short_of, typical
 
 import fp8engine as fe
-from fp8engine.auto import Alarm
-from fp8engine.numerics.recipe import Cast
 
 SETTLED = 1  # steps: a sample, and what was decided is in force
 OF_INPUT, OF_GRADIENT = ([read for read in READS if read[0] == role] for role in ("input", "grad_output"))
@@ -120,6 +116,7 @@ class Planted:
 #   d            rows double at each step, and the early sample comes when they are 2^15.4 times the others
 #   tasks        judged when each of the four tasks was met; and one was forgotten
 SCENES = {
+    "a, x1000": Planted(channel(lambda step: 1e3), 18),
     "a, x30000": Planted(channel(lambda step: 3e4), 20, (2.5, 3.5)),
     "a, x1e6": Planted(channel(lambda step: 1e6), 20),
     "a, harmless": Planted(channel(lambda step: 3e4, None), 20),
@@ -132,7 +129,8 @@ SCENES = {
 }
 # Least loss in dB, median over steps: of those that lose.  By block, channels beside the outlier's block lose nothing,
 # and by row less: neither helps where the outlier is larger still.
-LOSE = {
+LOSE: dict[str, dict[str, float]] = {
+    "a, x1000": {},  # it is harmless for E4M3, per tensor
     "a, x30000": {"current": 9, "delayed": 9, "rowwise": 3},
     "a, x1e6": dict.fromkeys(FIXED, 20),
     "a, harmless": {"current": 9, "delayed": 9},  # in wgrad: every channel has a row of it for itself
@@ -158,102 +156,33 @@ def test_auto_is_beside_the_best_cast_where_fixed_recipes_lose(name: str):
         assert other >= least, recipe
         assert typical(short) <= other
     assert [line for line in lines(model) if "predicted SQNR" in line]
+    if name == "a, x1000":
+        assert [line.split()[2] for line in lines(model)] == ["0.grad_output"], "its first format alone"
 
 
-@pytest.mark.slow
-def test_at_the_peak_of_a_drift_auto_is_within_3_db():
-    """And at no step worse than any fixed recipe's worst."""
-    planted = SCENES["c"]
-    _, short = planted.short(fe.auto(interval=planted.interval))
-    assert max(short[40:60]) <= 3
-    for recipe in FIXED:
-        assert max(short) <= max(planted.short(recipe)[1]) + 0.1, recipe
-
-
-def test_an_outlier_of_a_thousand_is_harmless():
-    """For E4M3, per tensor, auto and fixed alike: nothing is changed but the gradient's first format."""
-    planted = Planted(channel(lambda step: 1e3), 18)
-    model, short = planted.short("auto")
-    assert max(short) < 1
-    assert max(planted.short("current")[1]) < 1
-    assert [line.split()[2] for line in lines(model)] == ["0.grad_output"]
-
-
-@pytest.mark.parametrize("rescale", [True, False])
 @pytest.mark.parametrize("objective", ["accuracy", "speed"])
-def test_a_loss_scale_that_moves(objective: str, rescale: bool):
-    """By 2 or 1/2 every third step: no dB lost, and where scales are predicted and told of it, nothing saturates."""
+def test_a_loss_scale_that_moves(objective: str):
+    """By 2 or 1/2 every third step: no dB lost; told of it, predicted scales saturate a tenth as often in 16 steps.
 
-    def before(model, step: int) -> None:
-        if rescale and step and loss_scale(step) != loss_scale(step - 1):
-            fe.scaling_state(model).rescale_gradients(loss_scale(step) / loss_scale(step - 1))
+    Where nobody tells them, what saturates and is cast again earns them a margin.
+    """
+    saturated = {}
+    for rescale in (True, False):
 
-    scene = Scene(scaled, None, OF_GRADIENT)
-    model, found = scene.train(fe.auto(objective=objective), 40, before)
-    short = short_of(found, [scene.best(step) for step in range(40)])[SETTLED:]
-    assert typical(short) <= 1
-    assert max(short) <= 1.5  # the best cast of a step is that of its own numbers
-    # Nobody told the predicted scales: what saturates under them and is cast again earns them a margin.
-    assert len(lines(model)) == (4 if objective == "speed" and not rescale else 1)
-    slot = fe.scaling_state(model)["0.grad_output"]
-    assert slot.nonfinite == 0
-    assert (int(slot.recasts) > 0) == (objective == "speed")  # random amaxes exceed earlier ones now and then
-    if objective == "accuracy":
-        assert int(slot.saturated) == 0
-
-
-def test_predicted_scales_that_are_told_of_the_loss_scale_saturate_less():
-    """Of elements beyond a predicted scale, in 16 steps: the scale doubles twice and halves three times."""
-
-    def saturated(rescale: bool) -> int:
-        def before(model, step: int) -> None:
+        def before(model, step: int, rescale=rescale) -> None:
             if rescale and step and loss_scale(step) != loss_scale(step - 1):
                 fe.scaling_state(model).rescale_gradients(loss_scale(step) / loss_scale(step - 1))
+            if step == 16:
+                saturated[rescale] = int(fe.scaling_state(model)["0.grad_output"].saturated)
 
-        model, _ = Scene(scaled, None, OF_GRADIENT).train(fe.auto(objective="speed"), 16, before)
-        return int(fe.scaling_state(model)["0.grad_output"].saturated)
-
-    assert 10 * saturated(rescale=True) < saturated(rescale=False)
-
-
-class Gated(nn.Module):
-    """SwiGLU whose weight rows of channel 3 are one vector that `align` lets grow: its output grows as its square."""
-
-    def __init__(self):
-        super().__init__()
-        self.gate, self.up, self.down = nn.Linear(64, 512), nn.Linear(64, 512), nn.Linear(512, 64)
-        self.read = torch.empty(0)
-
-    def forward(self, x):
-        self.read = nn.functional.silu(self.gate(x)) * self.up(x)
-        return self.down(self.read)
-
-    def align(self, size: float) -> None:
-        with torch.no_grad():
-            self.gate.weight[3] = self.up.weight[3] = size * torch.ones(64) / 8
-
-
-@pytest.mark.slow
-def test_aligned_swiglu_weights_raise_an_alarm_long_before_fp8_loses_by_it():
-    torch.manual_seed(0)
-    model = converted(Gated(), fe.auto(interval=4))
-    warned: list[Alarm] = []
-    controller(model).history.listeners.append(warned.append)
-    harmed, steps = None, 200
-    for step in range(steps):
-        model.align(0.6 * 1.05**step)  # its output grows 10 % a step
-        model(numbers(step, 128, 64).requires_grad_()).sin().sum().backward()
-        model.zero_grad()
-        read = model.read.detach()
-        ordinary = torch.arange(512) != 3
-        back = torch.from_numpy(dequantised(read, Cast(fe.E4M3)))
-        if harmed is None and db(read[:, ordinary].double(), back[:, ordinary]) < 31.6 - 6:
-            harmed = step
-    assert harmed is not None
-    first = warned[0]
-    assert first.slot == "down.input"
-    assert first.step <= harmed - 40, (first, harmed)
-    assert first.growth >= 4
-    assert math.isfinite(first.ratio)
-    assert str(first).startswith(f"step {first.step} down.input: amax/rms x")
-    assert controller(model).history.alarms == warned
+        scene = Scene(scaled, None, OF_GRADIENT)
+        model, found = scene.train(fe.auto(objective=objective), 40, before)
+        short = short_of(found, [scene.best(step) for step in range(40)])[SETTLED:]
+        assert typical(short) <= 1
+        assert max(short) <= 1.5  # the best cast of a step is that of its own numbers
+        assert len(lines(model)) == (4 if objective == "speed" and not rescale else 1)
+        slot = fe.scaling_state(model)["0.grad_output"]
+        assert slot.nonfinite == 0
+        assert (int(slot.recasts) > 0) == (objective == "speed")  # random amaxes exceed earlier ones now and then
+        assert objective == "speed" or int(slot.saturated) == 0
+    assert 10 * saturated[True] < saturated[False] or objective == "accuracy"

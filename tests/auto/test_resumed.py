@@ -136,11 +136,12 @@ class Run:
         for name in slots:  # the copies of a weight that are kept are no state: a resumed run casts it once more
             if name.endswith(".weight"):
                 del slots[name]["counts"]
-        lines = [line for found in controllers_of(self.model) for change in found.log for line in change.lines()]
+        controllers = controllers_of(self.model)
         return (
             self.seen,
             [p.tolist() for p in self.parameters],
-            lines,
+            [line for found in controllers for change in found.log for line in change.lines()],
+            [found.history.trends_to_dict() for found in controllers],
             {name: {key: value.tolist() for key, value in slot.items()} for name, slot in slots.items()},
         )
 

@@ -49,11 +49,8 @@ def test_a_refused_transform_changes_no_sample_and_no_decision(where: str, what:
         return y
 
     steps = sampled_step(3, 4) + 2
-    losses = train(quiet, steps)
-    if where == "between steps":
-        assert train(disturbed, steps, between=transform) == losses
-    else:
-        assert train(disturbed, steps, call) == losses
+    where_to: Any = {"between": transform} if where == "between steps" else {"call": call}
+    assert train(disturbed, steps, **where_to) == train(quiet, steps)
     assert lines(quiet) == lines(disturbed) != []
     assert looks(quiet) == looks(disturbed)
 

@@ -1,20 +1,16 @@
 """fe.convert: what a converted model keeps, which layers it takes, and what it says of those it leaves."""
 
-import copy
-import warnings
 from typing import Any
 
 import pytest
 import torch
-from support import Net, converted, numerics_of, same, state_of, tables, train
+from support import Net, converted, numerics_of, state_of, tables, train
 from torch import nn
 from torch.nn.utils import parametrizations, prune
 
 import fp8engine as fe
 from fp8engine.nn.linear import Float8Module
 from fp8engine.numerics.recipe import RECIPES, resolve
-
-EVERY_RECIPE = list(RECIPES)
 
 
 def recipes_of(model: nn.Module) -> dict[str, str]:
@@ -27,26 +23,32 @@ def reasons(model: nn.Module) -> dict[str, str]:
     return {row["name"]: row["reason"] for row in fe.inspect(model).layers if row["recipe"] == "none"}
 
 
-@pytest.mark.parametrize("recipe", EVERY_RECIPE)
-def test_modules_parameters_and_hooks_stay_the_very_ones(recipe: str):
-    model, seen = Net(), []
+def kept(model: nn.Module) -> list:
+    """Modules, parameters and names that converting leaves, and the modes of both."""
     modules, parameters = list(model.modules()), list(model.parameters())
+    names = [*model.state_dict(), *(name for name, _ in model.named_buffers())]
+    modes = [m.training for m in modules] + [p.requires_grad for p in parameters]
+    return [*map(id, modules), *map(id, parameters), *names, *modes]
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_modules_parameters_modes_and_hooks_stay_the_very_ones(recipe: str):
+    model, seen = Net(), []
+    model.blocks[1].eval().requires_grad_(False)
     linear: Any = model.blocks[0].up
     linear.register_forward_pre_hook(lambda m, args: seen.append("pre"))
     linear.register_forward_hook(lambda m, args, y: seen.append("post"))
     linear.register_full_backward_hook(lambda m, gi, go: seen.append("backward"))
     linear.weight.register_post_accumulate_grad_hook(lambda p: seen.append("gradient"))
     linear.my_mark = "kept"
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer, wanted, before = torch.optim.SGD(model.parameters(), lr=0.1), kept(model), linear.weight.detach().clone()
     assert converted(model, recipe, overrides={"blocks.0.up": "current"}) is model
-    assert all(a is b for a, b in zip(model.modules(), modules, strict=True))
-    assert all(a is b for a, b in zip(model.parameters(), parameters, strict=True))
+    model(torch.randn(4, 32)).sum().backward()
+    optimizer.step()
+    assert kept(model) == wanted
     assert isinstance(linear, nn.Linear)
     assert isinstance(linear, fe.Linear)
     assert linear.my_mark == "kept"
-    before = linear.weight.detach().clone()
-    model(torch.randn(4, 32)).sum().backward()
-    optimizer.step()
     assert sorted(seen) == ["backward", "gradient", "post", "pre"]
     assert not torch.equal(linear.weight, before), "the optimizer made before steps what is trained now"
 
@@ -69,7 +71,7 @@ class Spectral(nn.Module):
 @pytest.mark.parametrize("example_inputs", [None, (torch.arange(16)[None],)], ids=["alone", "with example_inputs"])
 @pytest.mark.parametrize("recipe", ["current", "auto"])
 @pytest.mark.parametrize("head", [None, "bf16", "fp32"])
-def test_converting_in_training_moves_no_vector_of_spectral_norm(head: str | None, recipe: str, example_inputs):
+def test_converting_in_training_moves_no_vectors_of_spectral_norm(head: str | None, recipe: str, example_inputs):
     model = Spectral().train()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     converted(model, recipe, example_inputs=example_inputs, overrides={"head": head} if head else {})
@@ -80,31 +82,6 @@ def test_converting_in_training_moves_no_vector_of_spectral_norm(head: str | Non
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("recipe", EVERY_RECIPE)
-def test_checkpoints_go_both_ways(recipe: str, dtype):
-    plain, other = Net().to(dtype), Net().to(dtype)
-    model = converted(copy.deepcopy(other), recipe, overrides={"blocks.0.up": "current"})
-    model(torch.randn(4, 32).to(dtype))
-    assert [(k, v.shape, v.dtype) for k, v in model.state_dict().items()] == [
-        (k, v.shape, v.dtype) for k, v in plain.state_dict().items()
-    ]
-    model.load_state_dict(plain.state_dict(), strict=True)
-    assert same(list(model.parameters()), list(plain.parameters()))
-    plain.load_state_dict(converted(other, recipe, overrides={"blocks.0.up": "current"}).state_dict(), strict=True)
-    assert same(list(other.parameters()), list(plain.parameters()))
-    assert [name for name, _ in model.named_buffers()] == [name for name, _ in plain.named_buffers()]
-
-
-def test_training_mode_and_requires_grad_stay():
-    model = Net().eval()
-    model.blocks[0].requires_grad_(False)
-    converted(model)
-    assert not any(m.training for m in model.modules())
-    assert [p.requires_grad for p in model.parameters()] == [p.requires_grad for p in copy.deepcopy(model).parameters()]
-    assert not any(p.requires_grad for p in model.blocks[0].parameters())
-
-
 def test_one_state_for_the_whole_model_and_columns_in_order():
     model = converted(Net(), "delayed")
     assert tables(model)[0].shape == (16, 3 * 6)
@@ -112,37 +89,19 @@ def test_one_state_for_the_whole_model_and_columns_in_order():
     assert [name for name, _ in state_of(model).layers] == list(recipes_of(model))
 
 
-def test_default_recipe_is_auto():
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", fe.errors.EmulationWarning)
-        fe.convert(model := Net(16))
-    assert set(recipes_of(model).values()) == {"auto"}
-
-
-def test_a_recipe_by_value():
-    recipe = fe.delayed(history=3, margin=1)
-    assert all(m.numerics.recipe is recipe for m in converted(Net(16), recipe).modules() if hasattr(m, "numerics"))
-
-
-def test_overrides_by_glob_and_the_last_match_wins():
-    model = converted(
-        Net(16), "delayed", overrides={"*.up": "rowwise", "blocks.0.*": fe.blockwise(), "*.0.gate": "bf16"}
-    )
+def test_recipes_by_value_and_by_glob_where_the_last_match_wins():
+    recipe, overrides = fe.delayed(history=3), {"*.up": "rowwise", "blocks.0.*": fe.blockwise(), "*.0.gate": "bf16"}
+    model = converted(Net(16), recipe, overrides={**overrides, "*.1.down": "fp32"})
     assert recipes_of(model) == {
         "blocks.0.up": "blockwise",
         "blocks.0.gate": "bf16",
         "blocks.0.down": "blockwise",
         "blocks.1.up": "rowwise",
         "blocks.1.gate": "delayed",
-        "blocks.1.down": "delayed",
     }
+    assert numerics_of(model.blocks[1].gate).recipe is recipe
+    assert reasons(model) == {"blocks.1.down": "overrides: fp32, which it computes in already"}
     model(torch.randn(4, 16)).sum().backward()
-
-
-def test_an_override_to_the_dtype_it_has_is_left_alone_and_says_so():
-    model = converted(Net(16), overrides={"blocks.1.*": "fp32"})
-    assert set(recipes_of(model)) == {"blocks.0.up", "blocks.0.gate", "blocks.0.down"}
-    assert set(reasons(model).values()) == {"overrides: fp32, which it computes in already"}
 
 
 def test_a_pattern_that_matches_nothing_names_near_layers_and_changes_nothing():
@@ -197,29 +156,22 @@ def test_skip_replaces_the_default_filter():
     assert reasons(model) == {"body": "skip() returned True"}
 
 
-@pytest.mark.parametrize(
-    ("build", "why"),
-    [
-        (lambda: nn.Sequential(nn.Conv2d(1, 1, 1)), "it has no linear layers"),
-        (lambda: nn.Sequential(nn.Linear(2, 2)).double(), "0: its weight is torch.float64"),
-        (lambda: nn.ModuleDict({"lm_head": nn.Linear(2, 2)}), "lm_head: output head"),
-    ],
-)
-def test_nothing_to_convert_is_an_error(build, why: str):
-    with pytest.raises(fe.errors.ConversionError, match=f"nothing to convert in .*: {why}"):
-        fe.convert(build())
+REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
+    "no module": ({}, {}, r"takes an nn\.Module, not dict"),
+    "no layers": (nn.Sequential(nn.Conv2d(1, 1, 1)), {}, "nothing to convert in .*: it has no linear layers"),
+    "float64": (nn.Sequential(nn.Linear(2, 2)).double(), {}, "nothing to .*: 0: its weight is torch.float64"),
+    "a head": (nn.ModuleDict({"lm_head": nn.Linear(2, 2)}), {}, "nothing to convert in .*: lm_head: output head"),
+    "all skipped": (Net(16), {"skip": lambda *_: True}, r"nothing to .*: blocks\.0\.up: skip\(\) returned True; "),
+    "a list for skip": (Net(16), {"skip": ["0"]}, r"skip is a list; it takes a function .*overrides=\{"),
+    "a list for overrides": (Net(16), {"overrides": [("0", "bf16")]}, "overrides is a list; it takes a dict"),
+}
 
 
-def test_skip_and_overrides_of_a_wrong_type_are_refused_with_the_right_way():
-    with pytest.raises(fe.errors.ConversionError, match=r"skip is a list; it takes a function .*overrides=\{"):
-        fe.convert(nn.Sequential(nn.Linear(8, 8)), "current", skip=["0"])  # type: ignore[arg-type]
-    with pytest.raises(fe.errors.ConversionError, match=r"overrides is a list; it takes a dict"):
-        fe.convert(nn.Sequential(nn.Linear(8, 8)), "current", overrides=[("0", "bf16")])  # type: ignore[arg-type]
-
-
-def test_skip_of_everything_is_an_error():
-    with pytest.raises(fe.errors.ConversionError, match=r"blocks\.0\.up: skip\(\) returned True; "):
-        fe.convert(Net(16), skip=lambda name, module: True)
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_converted_is_refused_with_the_right_way(case: str):
+    model, options, why = REFUSED[case]
+    with pytest.raises(fe.errors.ConversionError, match=why):
+        fe.convert(model, "current", **options)
 
 
 class Own(nn.Linear):
@@ -261,45 +213,9 @@ def test_what_cannot_be_swapped_is_left_with_the_reason():
     x = torch.randn(3, 8)
     for name in ("own", "normed", "pruned"):
         assert model[name](x).shape == (3, 8)
-    with pytest.raises(fe.errors.StrictError, match=r"5 layers cannot be converted: own \(Own is a subclass"):
-        fe.convert(copy.deepcopy(model_before_conversion()), strict=True)
-
-
-def model_before_conversion() -> nn.Module:
-    return nn.ModuleDict({name: Own(8, 8) for name in ("own", "b", "c", "d", "e")} | {"plain": nn.Linear(8, 8)})
-
-
-def test_multihead_attention_reads_its_projection_directly_and_is_reported_so():
-    model = converted(nn.TransformerEncoderLayer(16, 2, 32, batch_first=True))
-    model(torch.randn(2, 5, 16)).sum().backward()
-    rows = {row["name"]: row for row in fe.inspect(model).layers}
-    assert reasons(model) == {
-        "self_attn.in_proj_weight": "nn.MultiheadAttention multiplies by this weight itself: it is no layer of its own",
-        "self_attn.out_proj": "MultiheadAttention reads its weight and never calls it",
-    }
-    assert rows["linear1"]["ran"]
-
-
-def test_a_layer_that_example_inputs_do_not_call_is_left_alone():
-    model = nn.ModuleDict({"called": nn.Linear(16, 16), "uncalled": nn.Linear(16, 16)})
-    model.forward = lambda x: model["called"](x)  # type: ignore[method-assign]
-    assert reasons(converted(model, example_inputs=torch.randn(2, 16))) == {
-        "uncalled": "its forward was not called on example_inputs"
-    }
-
-
-def test_a_run_on_example_inputs_draws_none_of_the_callers_random_numbers():
-    class Model(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = nn.Linear(16, 16)
-
-        def forward(self, x):
-            return self.layer(x + torch.randn(16))
-
-    model, drawn = Model(), torch.get_rng_state()
-    converted(model, "rowwise", example_inputs=torch.randn(2, 16, generator=torch.Generator().manual_seed(0)))
-    assert torch.equal(torch.get_rng_state(), drawn)
+    blocked = nn.ModuleDict({"own": Own(8, 8), "plain": nn.Linear(8, 8), "other": Own(8, 8)})
+    with pytest.raises(fe.errors.StrictError, match=r"2 layers cannot be converted: own \(Own is a subclass"):
+        fe.convert(blocked, strict=True)
 
 
 def test_one_module_under_two_names_is_converted_once():
@@ -308,17 +224,6 @@ def test_one_module_under_two_names_is_converted_once():
     assert model["a"] is model["b"][0]
     assert tables(model)[1].shape == (2, 3)
     assert [row["name"] for row in fe.inspect(model).layers] == ["a"]
-
-
-def test_tied_weights_of_two_linears_stay_tied():
-    model: Any = nn.Sequential(nn.Linear(8, 8, bias=False), nn.ReLU(), nn.Linear(8, 8, bias=False))
-    model[2].weight = model[0].weight
-    converted(model)
-    assert model[2].weight is model[0].weight
-    model(torch.randn(4, 8)).sum().backward()
-    with torch.no_grad():
-        model[0].weight.zero_()
-    assert not model[2](torch.randn(4, 8)).any(), "both see a change to it"
 
 
 def test_a_model_that_is_a_linear():
@@ -331,22 +236,8 @@ def test_a_model_that_is_a_linear():
     assert set(fe.scaling_state(layer)) == {"input", "weight", "grad_output"}
     losses = train(layer)
     assert losses[-1] < losses[0]
-    assert converted(nn.Linear(4, 4), overrides={"*": "rowwise"}).numerics.recipe == resolve("rowwise")
-
-
-def test_a_bare_sequential_and_what_print_shows():
-    model = converted(nn.Sequential(nn.Linear(8, 4), nn.ReLU()))
-    shown = "Linear(in_features=8, out_features=4, bias=True, recipe=current (E4M3xE4M3, grad E5M2))"
-    assert repr(model[0]) == shown
-    assert shown in repr(model)
-    rowwise = fe.Linear(8, 4, bias=False, recipe="rowwise")
-    assert "bias=False, recipe=rowwise (E4M3xE4M3, grad E4M3)" in repr(rowwise)
-
-
-def test_apply_children_and_replacement_still_work():
-    model = converted(Net(16))
-    model.apply(lambda m: nn.init.zeros_(m.weight) if isinstance(m, nn.Linear) else None)
-    x = torch.randn(4, 16)
-    assert torch.equal(model.blocks[0].up(x), model.blocks[0].up.bias.expand(4, 32)), "seen by the next forward"
-    model.blocks[1] = nn.Identity()
-    model(x).sum().backward()
+    layer = converted(nn.Linear(8, 4), overrides={"*": "rowwise"})
+    assert layer.numerics.recipe == resolve("rowwise")
+    shown = "Linear(in_features=8, out_features=4, bias=True, recipe=rowwise (E4M3xE4M3, grad E4M3))"
+    assert repr(layer) == shown
+    assert shown in repr(nn.Sequential(layer))

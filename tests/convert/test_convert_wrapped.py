@@ -2,6 +2,7 @@
 
 import copy
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from torch.distributed import fsdp
 from torch.nn.parallel import DistributedDataParallel
 
 import fp8engine as fe
+from fp8engine.convert.swap import plan
 from fp8engine.ops import device, triton_backend
 
 
@@ -20,40 +22,42 @@ def classes(model: nn.Module) -> list[type]:
     return [type(m) for m in model.modules()]
 
 
-def refused(model: nn.Module, why: str, **options) -> None:
-    """Converting raises ConversionError with these words and leaves every class as it was."""
+def fully_sharded(model: Any) -> Any:
+    return fsdp.fully_shard(model, mesh=dist.device_mesh.init_device_mesh("cpu", (1,)))
+
+
+def compiled(model: Any, part: str = "") -> nn.Module:
+    model.get_submodule(part).compile()
+    return model
+
+
+WRAPPED: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "DDP": (DistributedDataParallel, "the model is under DistributedDataParallel already: convert first"),
+    "DDP inside": (
+        lambda model: nn.Sequential(DistributedDataParallel(model)),
+        "its part '0' is under DistributedDataParallel already",
+    ),
+    "fully_shard": (fully_sharded, "the model is under fully_shard already: convert first, then wrap"),
+    "DataParallel": (nn.DataParallel, "the model is under nn.DataParallel already"),
+    "torch.compile": (torch.compile, "the model is under torch.compile already"),
+    "compile()": (compiled, "the model is under torch.compile already: convert first, then compile"),
+    "compile() inside": (
+        lambda model: compiled(model, "blocks.1"),
+        r"its part 'blocks\.1' is under torch.compile already",
+    ),
+}
+
+
+@pytest.mark.usefixtures("group")
+@pytest.mark.parametrize("wrapper", WRAPPED)
+def test_a_wrapped_model_is_refused_and_left_as_it_was(wrapper: str):
+    wrap, why = WRAPPED[wrapper]
+    model = wrap(Net(16))
     before = classes(model)
     with pytest.raises(fe.errors.ConversionError, match=why):
-        fe.convert(model, **options)
+        fe.convert(model)
     assert classes(model) == before
     assert not any(hasattr(m, "_fp8engine") for m in model.modules() if type(m) is Net)
-
-
-@pytest.mark.usefixtures("group")
-def test_under_ddp_already():
-    refused(DistributedDataParallel(Net(16)), "the model is under DistributedDataParallel already: convert first")
-    refused(nn.Sequential(DistributedDataParallel(Net(16))), "its part '0' is under DistributedDataParallel already")
-
-
-@pytest.mark.usefixtures("group")
-def test_under_fully_shard_already():
-    mesh = dist.device_mesh.init_device_mesh("cpu", (1,))
-    sharded: Any = fsdp.fully_shard(Net(16), mesh=mesh)
-    refused(sharded, "the model is under fully_shard already: convert first, then wrap")
-
-
-def test_under_torch_compile_already():
-    refused(torch.compile(Net(16)), "the model is under torch.compile already")  # type: ignore[arg-type]
-    model = Net(16)
-    model.compile()
-    refused(model, "the model is under torch.compile already: convert first, then compile")
-    model = Net(16)
-    model.blocks[1].compile()
-    refused(model, r"its part 'blocks\.1' is under torch.compile already")
-
-
-def test_under_data_parallel_already():
-    refused(nn.DataParallel(Net(16)), "the model is under nn.DataParallel already")
 
 
 def test_twice():
@@ -99,17 +103,15 @@ def test_a_part_converted_by_hand_stays_as_it_is():
     model(torch.randn(4, 8)).sum().backward()
 
 
-def test_what_is_not_a_module():
-    with pytest.raises(fe.errors.ConversionError, match=r"takes an nn\.Module, not dict"):
-        fe.convert({})  # type: ignore[arg-type]
-
-
 @pytest.mark.usefixtures("group")
-@pytest.mark.parametrize("recipe", ["current", "delayed"])
-def test_ddp_after_convert_trains_as_without_and_keeps_names(recipe: str):
+@pytest.mark.parametrize(
+    ("wrap", "recipe"),
+    [(DistributedDataParallel, "current"), (DistributedDataParallel, "delayed"), (fully_sharded, "current")],
+)
+def test_wrapped_after_convert_it_trains_as_without_and_keeps_names(wrap: Callable, recipe: str):
     base = Net()
     plain, inner = converted(copy.deepcopy(base), recipe), converted(copy.deepcopy(base), recipe)
-    wrapped = DistributedDataParallel(inner)
+    wrapped = wrap(inner)
     assert train(wrapped) == train(plain)
     assert same(tables(inner), tables(plain))
     assert list(fe.scaling_state(wrapped)) == list(fe.scaling_state(plain))
@@ -117,26 +119,25 @@ def test_ddp_after_convert_trains_as_without_and_keeps_names(recipe: str):
     fe.load_scaling_state_dict(plain, fe.scaling_state_dict(wrapped))
 
 
-@pytest.mark.usefixtures("group")
-def test_fully_shard_after_convert_trains_as_without():
-    base = Net()
-    plain, sharded = converted(copy.deepcopy(base)), converted(copy.deepcopy(base))
-    fsdp.fully_shard(sharded, mesh=dist.device_mesh.init_device_mesh("cpu", (1,)))
-    assert train(sharded) == train(plain)
-    assert [row["name"] for row in fe.inspect(sharded).layers] == [row["name"] for row in fe.inspect(plain).layers]
-
-
-def test_emulation_is_said_once_and_refused_under_strict():
-    with pytest.warns(fe.errors.EmulationWarning, match="no FP8 Tensor Cores: 6 layers") as said:
-        fe.convert(Net(16))
-    assert len(said) == 1
-    assert said[0].filename == __file__
-    model = Net(16)
+@pytest.mark.parametrize(("options", "recipe"), [({}, "auto"), ({"recipe": "mxfp8"}, "mxfp8")])
+def test_emulation_is_said_once_and_refused_under_strict(options: dict, recipe: str):
+    model = Net()
     with pytest.raises(
         fe.errors.StrictError, match=r"no FP8 Tensor Cores .*6 layers would be emulated, 'blocks\.0\.up'"
     ):
-        fe.convert(model, strict=True)
-    assert classes(model) == classes(Net(16))
+        fe.convert(model, **options, strict=True)
+    assert classes(model) == classes(Net())
+    with pytest.warns(fe.errors.EmulationWarning, match="no FP8 Tensor Cores.*: 6 layers compute with") as said:
+        fe.convert(model, **options)
+    assert len(said) == 1
+    assert said[0].filename == __file__
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        train(model)
+    for row in fe.inspect(model).layers:
+        assert (row["recipe"], row["emulated"], row["fp8_share"]) == (recipe, True, 1.0)
+        if recipe == "mxfp8":
+            assert {row[role]["cast"] for role in ("input", "weight", "grad_output")} == {str(fe.mxfp8().input)}
 
 
 def test_strict_takes_what_runs_as_asked(monkeypatch: pytest.MonkeyPatch):
@@ -163,7 +164,7 @@ def test_strict_needs_triton_for_scales_along_k(monkeypatch: pytest.MonkeyPatch)
 
 
 class Half(nn.Module):
-    """Uses one of its two layers; counts its calls, and asks for a keyword."""
+    """Uses one of its two layers; draws a number, counts its calls, and asks for a keyword."""
 
     def __init__(self):
         super().__init__()
@@ -173,7 +174,7 @@ class Half(nn.Module):
 
     def forward(self, x, *, scale: float = 1.0):
         self.modes.append((self.training, torch.is_grad_enabled()))
-        return self.drop(self.used(x * scale))
+        return self.drop(self.used(x * scale + torch.randn(())))
 
 
 @pytest.mark.parametrize(
@@ -220,12 +221,8 @@ def test_strict_counts_what_the_example_did_not_reach_as_left_not_as_blocked():
 
 
 def test_the_plan_is_what_convert_does_and_changes_nothing():
-    from fp8engine.convert.swap import plan
-
     model = Half()
     decisions = plan(model, "rowwise", overrides={"unused": "fp32"})
-    assert [(d.name, d.recipe and d.recipe.name, d.shape) for d in decisions] == [
-        ("used", "rowwise", (8, 8)),
-        ("unused", None, (8, 8)),
-    ]
+    found = [(d.name, d.recipe and d.recipe.name, d.shape) for d in decisions]
+    assert found == [("used", "rowwise", (8, 8)), ("unused", None, (8, 8))]
     assert classes(model) == classes(Half())

@@ -58,6 +58,7 @@ def test_stacks_of_one_class_are_told_apart_and_so_are_blocks_that_differ():
     assert "text_model.encoder.layers.0 to text_model.encoder.layers.1, 2 alike" in str(
         hf.describe(FAMILIES["clip"].build())
     )
+    assert "rms norm, eps 1e-06, multiplies by 1 + weight" in str(hf.describe(MORE["gemma"].build()))
     told = str(hf.describe(FAMILIES["qwen2_moe"].build(mlp_only_layers=[1])))
     assert "model.layers.0: Qwen2MoeDecoderLayer\n    mlp.experts.act_fn: silu\n" in told
     assert "model.layers.1: Qwen2MoeDecoderLayer\n    mlp: down_proj(silu(gate_proj(x)) * up_proj(x))\n" in told
@@ -77,10 +78,6 @@ def test_the_text_of_an_mlp(mlp: Mlp, text: str):
     assert str(mlp) == text
 
 
-def test_a_zero_centered_norm_says_so():
-    assert "rms norm, eps 1e-06, multiplies by 1 + weight" in str(hf.describe(MORE["gemma"].build()))
-
-
 def test_converted_and_adapted_models_are_described_too():
     model = FAMILIES["gpt2"].build()
     plain = str(hf.describe(model))
@@ -89,9 +86,7 @@ def test_converted_and_adapted_models_are_described_too():
     adapted = hf.describe(peft.get_peft_model(FAMILIES["phi3"].build(), config))
     assert list(adapted.blocks) == [f"base_model.model.model.layers.{i}" for i in range(2)]
     assert adapted.outside == ("base_model.model.lm_head",)
-    found = adapted.inside("base_model.model.model.layers.0")["mlp"]
-    assert isinstance(found, Mlp)
-    assert found.kind == "swiglu"
+    assert getattr(adapted.inside("base_model.model.model.layers.0")["mlp"], "kind", "") == "swiglu"
 
 
 def test_any_model_is_described_and_nothing_else_is():

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
+from reading_models import Eva, Model
 from support import converted
 from torch import nn
 from torch.nn import functional as F
@@ -37,17 +37,6 @@ class ReadsToo(Reads):
     """The forward is inherited."""
 
 
-class Eva(nn.Module):
-    """timm's EVA-02 attention, shortened: the weight of `qkv` is read, `proj` is called."""
-
-    def __init__(self, width: int = 16):
-        super().__init__()
-        self.qkv, self.proj = nn.Linear(width, 3 * width, bias=False), nn.Linear(width, width)
-
-    def forward(self, x):
-        return self.proj(F.linear(x, self.qkv.weight).chunk(3, -1)[0])
-
-
 class Asks(nn.Module):
     """One of two layers is called, after its weight's dtype is asked for, as in T5."""
 
@@ -57,19 +46,6 @@ class Asks(nn.Module):
 
     def forward(self, x):
         return self.one(x.to(self.one.weight.dtype)) if len(x) else self.other(x)
-
-
-class Model(nn.Module):
-    """Parts in turn."""
-
-    def __init__(self, *parts: nn.Module):
-        super().__init__()
-        self.parts = nn.ModuleList(parts)
-
-    def forward(self, x):
-        for part in self.parts:
-            x = x + part(x)
-        return x
 
 
 class Turns(nn.Module):
@@ -88,7 +64,7 @@ class Turns(nn.Module):
 def test_a_dry_run_tells_and_draws_no_random_number():
     torch.manual_seed(3)
     before = torch.get_rng_state()
-    model: Any = Model(Eva(), Turns(), Asks(), nn.TransformerEncoderLayer(16, 2))
+    model: Any = Model(Eva(hidden=False), Turns(), Asks(), nn.TransformerEncoderLayer(16, 2))
     torch.set_rng_state(before)
     assert uncalled(model) == {
         id(model.parts[0].qkv): "Eva reads its weight and never calls it",
@@ -97,7 +73,7 @@ def test_a_dry_run_tells_and_draws_no_random_number():
     assert asked_for_dtype(model).keys() == {id(model.parts[1].first), id(model.parts[2].one)}
     assert torch.equal(torch.get_rng_state(), before)
     with torch.device("meta"):
-        large = Model(*(Eva(8192) for _ in range(100)))
+        large = Model(*(Eva(8192, hidden=False) for _ in range(100)))
     begin = time.perf_counter()
     assert len(uncalled(large)) == 100
     assert time.perf_counter() - begin < 1, "about 10 ms: one of a class is run, without numbers"
@@ -119,26 +95,3 @@ def test_code_that_reads_a_weight_and_never_calls_the_layer_is_found_before_it_r
     assert "reads its weight" not in rows["parts.0.both"]
     with pytest.raises(fe.errors.StrictError, match="reads its weight and never calls it"):
         fe.convert(Model(kind()), "rowwise", strict=True)
-
-
-SIZE = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "pad_token_id": 0}
-T5 = {"vocab_size": 64, "d_model": 32, "d_ff": 64, "d_kv": 16, "num_layers": 2, "num_heads": 2}
-
-
-@pytest.mark.parametrize(
-    ("name", "options", "read", "asked"),
-    [
-        ("Mamba", SIZE, {"dt_proj"}, set()),
-        ("FalconMamba", SIZE, {"dt_proj"}, set()),
-        ("Jamba", {**SIZE, "num_attention_heads": 2, "num_key_value_heads": 1}, {"dt_proj"}, set()),
-        ("T5", T5, set(), {"wo"}),
-        ("MT5", T5, set(), {"wo"}),
-        ("Llama", {**SIZE, "num_attention_heads": 2}, set(), set()),
-    ],
-)
-def test_families_that_read_weights(name: str, options: dict, read: set[str], asked: set[str]):
-    with torch.device("meta"):
-        model = transformers.AutoModel.from_config(getattr(transformers, f"{name}Config")(**options))
-    names = {id(module): path.rpartition(".")[2] for path, module in model.named_modules()}
-    assert {names[each] for each in uncalled(model)} == read
-    assert {names[each] for each in asked_for_dtype(model)} == asked

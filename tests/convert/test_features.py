@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from chains import storing
 from support import converted
 from torch import nn
 from transformers.pytorch_utils import Conv1D
@@ -17,12 +18,6 @@ from fp8engine.nn.linear import float8_modules
 
 PLAIN = "an nn.Linear"
 K = 32
-STORING = fe.Recipe(
-    input=fe.Cast(fe.E4M3),
-    weight=fe.Cast(fe.E4M3),
-    grad_output=fe.Cast(fe.E5M2),
-    stored=fe.Cast(fe.E4M3, scaling="delayed"),
-)
 
 
 def model_of(kind: str, recipe: Any) -> nn.Module:
@@ -41,8 +36,8 @@ def model_of(kind: str, recipe: Any) -> nn.Module:
 def divided(style: Any) -> Callable[[nn.Module], None]:
     """Raises what a plan of that style would, on two ranks."""
 
-    def put(model: nn.Module) -> None:
-        if problem := style.problem(model[0], 2):  # pyright: ignore[reportIndexIssue]
+    def put(model: Any) -> None:
+        if problem := style.problem(model[0], 2):
             raise fe.errors.ParallelError(problem)
 
     return put
@@ -61,7 +56,7 @@ def excluded(*names: str) -> list[tuple[str, str]]:
     return [EXCLUDED[pair] for pair in itertools.permutations(names, 2) if pair in EXCLUDED]
 
 
-def put_together(kind: str, features: tuple[str, ...], recipe: Any) -> nn.Module:
+def put_together(kind: str, features: tuple[str, ...], recipe: Any) -> Any:
     """The model of that kind with these features."""
     model = model_of(kind, recipe)
     for feature in features:
@@ -77,7 +72,7 @@ FEATURES = ((), (SMOOTH,), (RANKS,), (SUMS,), (STORED,), (SMOOTH, STORED), (RANK
 @pytest.mark.parametrize("features", FEATURES, ids=", ".join)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_layer_has_both_or_one_sentence_says_why_not(kind: str, features: tuple[str, ...]):
-    recipe: Any = STORING if STORED in features else "current"
+    recipe: Any = storing() if STORED in features else "current"
     if rows := excluded(kind, *features):
         with pytest.raises(fe.errors.Fp8EngineError) as raised:
             put_together(kind, features, recipe)

@@ -4,14 +4,14 @@ How near to float64: helpers/hf_fusing.py.  Checkpoints, generate() and graphs o
 """
 
 import copy
-import io
+from collections import Counter
 from typing import Any
 
 import pytest
 import torch
 from hf_families import FAMILIES, MORE
 from hf_fusing import alike, exact, near, producers, sources, step
-from support import FP8_RECIPES, Net, converted, same
+from support import Net, converted, same
 from torch import nn
 
 import fp8engine as fe
@@ -113,46 +113,17 @@ def test_what_is_no_norm_of_a_layers_input_or_computes_something_else_stays_as_i
     assert [name for name in dropping if "layer_norm" in name]
 
 
-@pytest.mark.parametrize("recipe", FP8_RECIPES)
-@pytest.mark.parametrize("name", ["llama", "phi3", "gpt2", "bert", "mixtral"])
-def test_sixteen_bits_under_every_recipe(name: str, recipe: str):
-    """Two steps, so that delayed scales are used."""
-    family = FAMILIES[name]
-    plain = family.build_smooth().bfloat16()
-    batch = family.batch(rows=32)
-    model = converted(copy.deepcopy(plain), recipe, fuse=True)
-    step(model, batch)
-    model.zero_grad()
-    found = step(model, batch)
-    assert found[0].dtype == torch.bfloat16
-    # A BF16 model's own noise: 2^-9 of each of some 30 results on the way, at 39 dB below FP8's.
-    near(family, exact(plain, batch), found)
-
-
-def casts(model: Any, batch: dict, monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
+def casts(model: Any, batch: dict) -> dict[str, int]:
     """How often a training step calls each way of writing FP8, and norms and activations in 16 bits."""
-    seen: dict[str, int] = {}
-
-    def counted(where: Any, name: str) -> None:
-        real = getattr(where, name)
-
-        def wrapper(*args, **kwargs):
-            seen[name] = seen.get(name, 0) + 1
-            return real(*args, **kwargs)
-
-        monkeypatch.setattr(where, name, wrapper)
-
-    for where, names in (
-        (ops, ("quantize", "cast_transpose")),
-        (twins, ("quantize", "cast_transpose")),
-        (norm_act, ("norm_quantize", "act_quantize", "norm_quantize_backward", "act_quantize_backward")),
-    ):
-        for name in names:
-            counted(where, name)
-    with monkeypatch.context():
+    seen: Counter[str] = Counter()
+    ways, made = ["quantize", "cast_transpose"], ["norm_quantize", "act_quantize"]
+    with pytest.MonkeyPatch.context() as patch:
+        for where, names in ((ops, ways), (twins, ways), (norm_act, [*made, *(f"{name}_backward" for name in made)])):
+            for name in names:
+                real: Any = getattr(where, name)
+                patch.setattr(where, name, lambda *given, r=real, n=name, **kw: (seen.update([n]), r(*given, **kw))[1])
         model(**batch).loss.backward()
-    monkeypatch.undo()
-    return seen
+    return dict(seen)
 
 
 def saved_bytes(model: Any, batch: dict) -> int:
@@ -170,7 +141,7 @@ def saved_bytes(model: Any, batch: dict) -> int:
     return sum(size for where, size in held.items() if where not in own)
 
 
-def test_casts_and_bytes_of_a_tiny_llama(monkeypatch: pytest.MonkeyPatch):
+def test_casts_and_bytes_of_a_tiny_llama():
     """The numbers of docs/huggingface.md: one block, BF16, 32 sequences of 12.
 
     Either way 7 weights are cast, x of attention, of out, of the MLP and of down, and 7 dy: 18.
@@ -179,40 +150,23 @@ def test_casts_and_bytes_of_a_tiny_llama(monkeypatch: pytest.MonkeyPatch):
     for fuse in (False, True):
         torch.manual_seed(0)
         model = converted(FAMILIES["llama"].build(num_hidden_layers=1).bfloat16(), fuse=fuse)
-        counts.append(casts(model, batch, monkeypatch))
+        counts.append(casts(model, batch))
         sizes.append(saved_bytes(model, batch))
     made = {"norm_quantize": 2, "act_quantize": 1, "norm_quantize_backward": 2, "act_quantize_backward": 1}
     assert counts == [{"quantize": 18}, {"quantize": 18, **made}]
     assert sizes[1] / sizes[0] == pytest.approx(0.77, abs=0.02)
 
 
-def test_copies_and_pickles():
-    family = FAMILIES["llama"]
-    model = converted(family.build(), "delayed", fuse=True)
-    step(model, family.batch())
-    model.zero_grad()
-    file = io.BytesIO()
-    torch.save(model, file)
-    file.seek(0)
-    others, batch = [copy.deepcopy(model), torch.load(file, weights_only=False)], family.batch()
-    want = step(model, batch)
-    for other in others:
-        assert same(want, step(other, batch))
-        for name in producers(model):
-            mine, its = model.get_submodule(name), other.get_submodule(name)
-            assert type(mine) is type(its)
-            layer = its.recognised.producer.reader
-            assert layer is None or any(m.numerics is layer for m in other.modules() if isinstance(m, Float8Module))
-        assert other.model.layers[0].mlp.recognised.others[0][1] is other.model.layers[0].mlp.act_fn
-
-
-def test_save_pretrained(tmp_path):
-    plain = FAMILIES["gpt2"].build()
-    model = converted(copy.deepcopy(plain), fuse=True)
-    model.save_pretrained(tmp_path)
-    loaded = type(plain).from_pretrained(tmp_path)
-    assert same(list(loaded.state_dict().values()), list(plain.state_dict().values()))
-    assert type(loaded.transformer.h[0].ln_1) is nn.LayerNorm
+def test_a_copy_reads_its_own_layers():
+    """That it trains as the original: tests/laws."""
+    model = converted(FAMILIES["llama"].build(), "delayed", fuse=True)
+    step(model, FAMILIES["llama"].batch())
+    other: Any = copy.deepcopy(model)
+    assert producers(other) == producers(model) != []
+    for name in producers(model):
+        layer = other.get_submodule(name).recognised.producer.reader
+        assert layer is None or any(m.numerics is layer for m in other.modules() if isinstance(m, Float8Module))
+    assert other.model.layers[0].mlp.recognised.others[0][1] is other.model.layers[0].mlp.act_fn
 
 
 def test_where_nothing_is_recognised_it_is_said_once_and_refused_when_strict(monkeypatch: pytest.MonkeyPatch):

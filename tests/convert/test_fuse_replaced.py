@@ -47,70 +47,11 @@ def test_a_class_whose_forward_was_replaced_after_conversion_is_asked(kind: str,
     assert same(step(models[1], batch), plain)
 
 
-class _Swish(torch.autograd.Function):
-    """silu(gate) * up as other libraries fuse it."""
+class Twice(nn.Module):
+    """A parametrization."""
 
-    @staticmethod
-    def forward(ctx, gate, up):
-        ctx.save_for_backward(gate, up)
-        return nn.functional.silu(gate) * up
-
-    @staticmethod
-    def backward(ctx, dy):
-        with torch.enable_grad():
-            leaves = [x.detach().requires_grad_() for x in ctx.saved_tensors]
-            y = nn.functional.silu(leaves[0]) * leaves[1]
-        return torch.autograd.grad(y, leaves, dy)
-
-
-@pytest.mark.parametrize("patched", ["before", "after"])
-def test_another_librarys_function_keeps_its_gradients(patched: str, monkeypatch: pytest.MonkeyPatch):
-    """Liger and others replace forwards of transformers' classes."""
-    theirs = lambda self, x: self.down_proj(_Swish.apply(self.gate_proj(x), self.up_proj(x)))  # noqa: E731 - one use
-    kind: Any = modeling_llama.LlamaMLP
-    if patched == "before":
-        monkeypatch.setattr(kind, "forward", theirs)
-    models = pair("llama")
-    monkeypatch.setattr(kind, "forward", theirs)
-    assert alike(LLAMA, models)
-
-
-def _tanh(mlp: Any) -> None:
-    mlp.act_fn = nn.Tanh()
-
-
-def _without(mlp: Any) -> None:
-    del mlp.act_fn
-    mlp.act_fn = torch.tanh
-
-
-def _forward(mlp: Any) -> None:
-    mlp.act_fn.forward = torch.tanh
-
-
-@pytest.mark.parametrize("replace", [_tanh, _without, _forward])
-@pytest.mark.parametrize("ran", [False, True])
-def test_a_replaced_activation_is_followed(replace: Callable, ran: bool):
-    models = pair("llama")
-    for model in models:
-        if ran:
-            step(model, LLAMA.batch())
-        replace(block(model).mlp)
-    assert alike(LLAMA, models)
-
-
-@pytest.mark.parametrize("ran", [False, True])
-def test_a_replaced_norm_and_a_changed_eps_are_followed(ran: bool):
-    models = pair("llama")
-    for model in models:
-        if ran:
-            step(model, LLAMA.batch())
-        block(model).input_layernorm = nn.Identity()
-        block(model).post_attention_layernorm.variance_epsilon = 1.0
-    assert alike(LLAMA, models)
-    found = sources(models[1])
-    assert found["model.layers.0.self_attn.k_proj"] == ""
-    assert found["model.layers.0.mlp.up_proj"] == "post_attention_layernorm"
+    def forward(self, weight):
+        return 2 * weight
 
 
 class Louder(modeling_llama.LlamaRMSNorm):
@@ -118,6 +59,55 @@ class Louder(modeling_llama.LlamaRMSNorm):
 
     def forward(self, hidden_states):
         return 2 * super().forward(hidden_states)
+
+
+def _norms(part: Any) -> None:
+    part.input_layernorm = nn.Identity()
+    part.post_attention_layernorm.variance_epsilon = 1.0
+
+
+def _function(part: Any) -> None:
+    del part.mlp.act_fn
+    part.mlp.act_fn = torch.tanh
+
+
+def _parametrized(part: Any) -> None:
+    for name in ("input_layernorm", "self_attn.q_proj", "mlp.down_proj"):
+        parametrize.register_parametrization(part.get_submodule(name), "weight", Twice())
+
+
+def _copied(part: Any) -> None:
+    """As peft's modules_to_save makes, and experts made from an MLP: of that part alone."""
+    for name in ("input_layernorm", "mlp", "self_attn.q_proj"):
+        module, memo = part.get_submodule(name), {}
+        twin = copy.deepcopy(module, memo)
+        parameters = {id(x) for x in memo.values() if isinstance(x, nn.Parameter)}
+        assert parameters == {id(p) for p in twin.parameters()}
+        part.set_submodule(name, twin)
+
+
+# What is done to a block -> who then makes what the layers read, "" for nobody.
+DONE: dict[str, tuple[Callable[[Any], Any], dict[str, str]]] = {
+    "another activation": (lambda part: setattr(part.mlp, "act_fn", nn.Tanh()), {"mlp.down_proj": ""}),
+    "a function in its place": (_function, {"mlp.down_proj": ""}),
+    "the activation's forward": (lambda part: setattr(part.mlp.act_fn, "forward", torch.tanh), {"mlp.down_proj": ""}),
+    "a norm, and another's eps": (_norms, {"self_attn.k_proj": "", "mlp.up_proj": "post_attention_layernorm"}),
+    "parametrized weights": (_parametrized, {"self_attn.q_proj": "input_layernorm"}),
+    "copies of parts": (_copied, {"self_attn.q_proj": "input_layernorm", "mlp.down_proj": "mlp"}),
+}
+
+
+@pytest.mark.parametrize("done", DONE)
+@pytest.mark.parametrize("ran", [False, True])
+def test_what_is_done_to_a_block_after_conversion_is_followed(done: str, ran: bool):
+    models, (change, wanted) = pair("llama"), DONE[done]
+    for model in models:
+        if ran:
+            step(model, LLAMA.batch())
+        change(block(model))
+    assert alike(LLAMA, models)
+    found = sources(models[1])
+    assert {layer: found[f"model.layers.0.{layer}"] for layer in wanted} == wanted
 
 
 class Settable(nn.Module):
@@ -241,15 +231,6 @@ def test_a_class_whose_attribute_is_set_after_conversion_is_followed(monkeypatch
     assert type(models[1].act(torch.ones(2, 32)).grad_fn) is type(models[0].act(torch.ones(2, 32)).grad_fn)
 
 
-def test_a_copy_has_the_attributes_that_were_recognised():
-    model = settable()[1]
-    other = copy.deepcopy(model)
-    ran(other)
-    ran(model)
-    assert sources(other) == sources(model)
-    assert sources(model)["mlp.down"] == "mlp"
-
-
 def test_another_form_of_gelu_is_followed_by_itself_and_as_a_part_of_an_mlp(monkeypatch: pytest.MonkeyPatch):
     gelu, x = settable()[1].gelu, torch.linspace(-4, 4, 64).view(2, 32)
     mlp = converted(TimmGluMlp(nn.GELU), "rowwise")
@@ -351,33 +332,3 @@ def test_a_norm_called_by_keyword():
         one, two = pair(name)
         x = torch.randn(2, 3, 32)
         assert torch.equal(one.get_submodule(place)(**{key: x}), two.get_submodule(place)(**{key: x}))
-
-
-class Twice(nn.Module):
-    """A parametrization."""
-
-    def forward(self, weight):
-        return 2 * weight
-
-
-def test_parametrized_weights():
-    models = pair("llama")
-    for model in models:
-        for part in ("input_layernorm", "self_attn.q_proj", "mlp.down_proj"):
-            parametrize.register_parametrization(block(model).get_submodule(part), "weight", Twice())
-    assert alike(LLAMA, models)
-    assert sources(models[1])["model.layers.0.self_attn.q_proj"] == "input_layernorm"
-
-
-def test_a_copy_of_a_part_is_a_copy_of_that_part_alone():
-    """As peft's modules_to_save makes, and experts made from an MLP."""
-    models = pair("llama")
-    for part in ("input_layernorm", "mlp", "self_attn.q_proj"):
-        for model in models:
-            step(model, LLAMA.batch())
-            module, memo = block(model).get_submodule(part), {}
-            twin = copy.deepcopy(module, memo)
-            parameters = {id(x) for x in memo.values() if isinstance(x, nn.Parameter)}
-            assert parameters == {id(p) for p in twin.parameters()}
-            block(model).set_submodule(part, twin)
-    assert alike(LLAMA, models)

@@ -1,16 +1,14 @@
 """fe.smooth on models: a planted late outlier, every kind of gated MLP, copies, graphs, checkpoints."""
 
 import copy
-import pickle
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import tiny_models as tiny
 import torch
 from late_outlier import grown, ordinary_tokens
-from support import Net, converted, same, sqnr, state_of, train
+from support import converted, sqnr, state_of
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 import fp8engine as fe
 
@@ -46,18 +44,15 @@ def results(model: nn.Module, x: torch.Tensor) -> list[Any]:
     return [y, x.grad, *(None if p.grad is None else p.grad.clone() for p in model.parameters())]
 
 
-def test_a_planted_late_outlier():
+def test_a_planted_late_outlier_and_none():
     """The channel ends 2^16 times the others' median: x's codes are subnormal without smooth, 7 dB; with it 24 dB.
 
-    Deterministic on one machine; 1.5 dB are for CPUs that round sums otherwise.
+    Deterministic on one machine; 1.5 dB are for CPUs that round sums otherwise.  Without an outlier nothing is lost:
+    what both lose to E4M3's 3 bits of mantissa is 29.5 dB.
     """
     plain, smoothed = (ordinary_tokens(grown("current", 12, smooth)) for smooth in (False, True))
     assert smoothed > 22.5
     assert smoothed - plain > 15
-
-
-def test_without_an_outlier_nothing_is_lost():
-    """What both lose to E4M3's 3 bits of mantissa is 29.5 dB."""
     plain, smoothed = (ordinary_tokens(grown("current", 0, smooth)) for smooth in (False, True))
     assert abs(smoothed - plain) < 0.5
 
@@ -105,87 +100,16 @@ def test_our_modules_smoothed_compute_what_they_did(make):
     assert sum(pair[0] > 10 for pair in pairs) >= len(pairs) - 1
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.slow), torch.bfloat16], ids=str)
-def test_a_graph_computes_what_eager_code_computes(dtype: torch.dtype, fresh):
-    eager = mlp(dtype=dtype)
-    fe.smooth(eager)
-    compiled = copy.deepcopy(eager)
-    compiled.compile(fullgraph=True, backend="aot_eager")
-    for rows in (24, 24, 40, 17):
-        x = given(rows).detach().to(dtype).requires_grad_()
-        wanted = results(eager, x)
-        assert all(torch.equal(want, got) for want, got in zip(wanted, results(compiled, x), strict=True))
-
-
-@pytest.mark.few(1)
-@pytest.mark.slow
 @pytest.mark.parametrize("fuse", [False, True])
-def test_a_graph_of_llama(fuse: bool, fresh):
-    eager, ids = llama(fuse), tiny.tokens()
-    fe.smooth(eager)
-    compiled = copy.deepcopy(eager)
-    compiled.compile(fullgraph=True, backend="aot_eager")
-    for model in (eager, compiled):
-        tiny.loss_of(model, ids).backward()
-    pairs = zip(eager.parameters(), compiled.parameters(), strict=True)
-    assert all(torch.equal(one.grad, other.grad) for one, other in pairs)
-
-
-def test_under_fully_shard_it_computes_what_it_did(group):
-    """One rank: the weight is gathered in high precision, and multiplied and cast as without."""
-    torch.manual_seed(0)
-    plain = fe.smooth(converted(Net()))
-    sharded = fe.distributed.fsdp(copy.deepcopy(plain))
-    for step in range(2):
-        x = torch.randn(8, 32, generator=torch.Generator().manual_seed(step))
-        for model in (plain, sharded):
-            model.zero_grad()
-            model(x).square().mean().backward()
-        for one, other in zip(plain.parameters(), sharded.parameters(), strict=True):
-            assert torch.equal(cast(torch.Tensor, one.grad), cast(DTensor, other.grad).to_local())
-
-
-def test_a_training_step_by_step_is_as_near_as_the_plain_one():
-    """20 steps of SGD: losses of both are within 2 % of FP32's at every step."""
-    torch.manual_seed(0)
-    wanted = Net()
-    plain, smoothed = (converted(copy.deepcopy(wanted)) for _ in range(2))
-    fe.smooth(smoothed)
-    losses = [train(model, steps=20) for model in (wanted, plain, smoothed)]
-    assert losses[1] != losses[2]
-    for want, *found in zip(*losses, strict=True):
-        assert found == pytest.approx([want, want], rel=0.02)
-
-
-@pytest.mark.parametrize(
-    "how", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))], ids=["copy", "pickle"]
-)
-@pytest.mark.parametrize("fuse", [False, True])
-def test_a_copy_is_set_as_the_model_was(how, fuse: bool):
+def test_a_copy_is_set_as_the_model_was_and_switched_off_by_itself(fuse: bool):
     model, ids = llama(fuse), tiny.tokens()
     fe.smooth(model)
-    keys = list(model.state_dict())
-    other = how(model)
+    other = copy.deepcopy(model)
     assert torch.equal(other(ids).logits, model(ids).logits)
-    assert keys == list(llama(fuse).state_dict()) == list(other.state_dict())
+    assert list(model.state_dict()) == list(llama(fuse).state_dict()) == list(other.state_dict())
     fe.smooth(other, on=False)
     assert torch.equal(other(ids).logits, llama(fuse)(ids).logits)
     assert fe.inspect(model).layers[6]["outliers"] == "smoothed", "the original keeps its own"
-
-
-def test_fp16_under_a_loss_scale():
-    """w * s and dw are FP32 within: neither overflows where the unsmoothed ones do not."""
-    model = mlp(dtype=torch.float16)
-    with torch.no_grad():
-        model.gate_up.weight[2 * WIDTH + 5] *= 2.0**13
-        model.down.weight[:, 5] *= 2.0**-13
-    fe.smooth(model)
-    x = given().detach().half().requires_grad_()
-    (model(x).float().square().mean() * 2.0**12).backward()
-    for name, parameter in model.named_parameters():
-        assert parameter.grad is not None
-        assert parameter.grad.isfinite().all(), name
 
 
 def test_the_report_says_what_is_set():
@@ -194,8 +118,6 @@ def test_the_report_says_what_is_set():
     model(tiny.tokens())
     rows = {row["name"]: row for row in fe.inspect(model).layers}
     assert {name for name, row in rows.items() if row["outliers"]} == {"model.layers.1.mlp.down_proj"}
-    row = rows["model.layers.1.mlp.down_proj"]
-    assert row["outliers"] == "smoothed"
     assert rows["model.layers.1.mlp.up_proj"]["fused"] == "fused: reads what post_attention_layernorm wrote"
     assert "smoothed" in fe.inspect(model).table()
 
@@ -212,4 +134,3 @@ def test_revert_takes_it_away(fuse: bool):
     assert [sorted(vars(module)) for module in model.modules()] == attributes
     converted(model, "current", fuse=fuse)
     assert not any(row["outliers"] for row in fe.inspect(model).layers), "converted anew, nothing is set"
-    assert same([model(ids).logits], [converted(copy.deepcopy(fe.revert(model)), "current", fuse=fuse)(ids).logits])

@@ -5,7 +5,6 @@ from typing import Any
 import pytest
 import transformers as hf
 from hf_families import FAMILIES, MORE
-from support import converted
 from torch import nn
 
 from fp8engine.convert import probe
@@ -19,54 +18,38 @@ PACKED = "swiglu gate_up_proj > down_proj"
 GEMMA = "geglu_tanh gate_proj, up_proj > down_proj"
 LAYER, LAYER_12, RMS = "layer 1e-05", "layer 1e-12", "rms 1e-06"
 
-# Family -> all that its modules are, each once.
-EXPECTED = {
-    "llama": {RMS, LLAMA},
-    "mistral": {RMS, LLAMA},
-    "qwen2": {RMS, LLAMA},
-    "qwen3": {RMS, LLAMA},
+# Families -> all that their modules are, each once.
+FOUND = {
+    "llama mistral qwen2 qwen3 granite smollm3": {RMS, LLAMA},
+    "olmo2 olmo3": {"rms 1e-05", LLAMA},
+    "gemma gemma2 gemma3": {"rms+1 1e-06", GEMMA},
+    "gpt2 starcoder2": {LAYER, "gelu_tanh c_fc > c_proj"},
+    "opt opt-350m": {LAYER, "relu"},
+    "whisper bart": {LAYER, "gelu"},
+    "bert roberta xlm-roberta camembert electra mpnet": {LAYER_12, "gelu"},
+    "wav2vec2 wav2vec2-stable": {LAYER, "gelu", "gelu intermediate_dense > output_dense"},
     "phi": {LAYER, "gelu_tanh fc1 > fc2"},
     "phi3": {"rms 1e-05", PACKED},
-    "gpt2": {LAYER, "gelu_tanh c_fc > c_proj"},
     "gpt_neox": {LAYER, "gelu dense_h_to_4h > dense_4h_to_h"},
-    "opt": {LAYER, "relu"},
-    "opt-350m": {LAYER, "relu"},
-    "bert": {LAYER_12, "gelu"},
-    "roberta": {LAYER_12, "gelu"},
     "distilbert": {LAYER_12, "gelu lin1 > lin2"},
     "albert": {LAYER_12, "gelu_tanh"},
     "vit": {LAYER_12, "gelu fc1 > fc2"},
     "clip": {LAYER, "qgelu fc1 > fc2"},
     "t5": {RMS, "relu wi > wo"},
     "t5-v1.1": {RMS, "geglu_tanh wi_0, wi_1 > wo"},
-    "whisper": {LAYER, "gelu"},
     "mixtral": {"rms 1e-05", "silu"},
     "qwen2_moe": {RMS, "silu", LLAMA},
     "qwen3_moe": {RMS, "silu"},
-    "gemma": {"rms+1 1e-06", GEMMA},
-    "gemma2": {"rms+1 1e-06", GEMMA},
-    "gemma3": {"rms+1 1e-06", GEMMA},
-    "olmo2": {"rms 1e-05", LLAMA},
-    "olmo3": {"rms 1e-05", LLAMA},
-    "granite": {RMS, LLAMA},
-    "smollm3": {RMS, LLAMA},
     "stablelm": {LAYER, LLAMA},
-    "starcoder2": {LAYER, "gelu_tanh c_fc > c_proj"},
     "gpt_oss": {"rms 1e-05"},
     "qwen2.5-vl": {RMS, "rms 1e-05", LLAMA, "gelu 0 > 2"},
     "qwen3-vl": {RMS, RMS.replace("rms", "layer"), LLAMA, "gelu_tanh linear_fc1 > linear_fc2", "gelu"},
-    "xlm-roberta": {LAYER_12, "gelu"},
-    "camembert": {LAYER_12, "gelu"},
-    "electra": {LAYER_12, "gelu"},
-    "mpnet": {LAYER_12, "gelu"},
     "deberta-v2": {"layer 1e-07", "gelu"},
     "modernbert": {LAYER, "gelu", "geglu Wi > Wo"},
     "siglip": {"layer 1e-06", "gelu_tanh fc1 > fc2"},
     "dinov2": {"layer 1e-06", "gelu fc1 > fc2"},
-    "bart": {LAYER, "gelu"},
-    "wav2vec2": {LAYER, "gelu", "gelu intermediate_dense > output_dense"},
-    "wav2vec2-stable": {LAYER, "gelu", "gelu intermediate_dense > output_dense"},
 }
+EXPECTED = {name: found for names, found in FOUND.items() for name in names.split()}
 
 _SIZE = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
 _HEADS = {"num_attention_heads": 2, "max_position_embeddings": 64, "pad_token_id": 0}
@@ -76,11 +59,6 @@ _PICTURE = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, 
 _PICTURE |= {"image_size": 8, "patch_size": 4}
 _GPT = {"vocab_size": 64, "n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 64, "rotary_dim": 4}
 _GPT |= dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0) | {"bos_token_id": 1, "eos_token_id": 2}
-_T5 = {"vocab_size": 64, "d_model": 32, "d_kv": 16, "d_ff": 64, "num_layers": 2, "num_heads": 2, "dropout_rate": 0.0}
-_SOUND = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
-_SOUND |= {"conv_dim": (16, 16), "conv_stride": (2, 2), "conv_kernel": (3, 3), "num_feat_extract_layers": 2}
-_SOUND |= {"num_conv_pos_embeddings": 4, "num_conv_pos_embedding_groups": 2}
-_SOUND |= {"hidden_dropout": 0.0, "activation_dropout": 0.0}
 _LATENT = {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 _LATENT |= {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16}
 _LATENT |= {"first_k_dense_replace": 1, "num_key_value_heads": 2}
@@ -89,31 +67,22 @@ _LATENT |= {"first_k_dense_replace": 1, "num_key_value_heads": 2}
 OTHERS: dict[str, tuple[dict[str, Any], set[str]]] = {
     "Cohere": (_MODERN, {LAYER, LLAMA}),
     "Glm": (_MODERN, {"rms 1.5625e-07", PACKED}),
-    "Glm4": (_MODERN, {"rms 1.5625e-07", PACKED}),
     "Falcon": ({**_SIZE, "num_attention_heads": 2}, {LAYER, "gelu dense_h_to_4h > dense_4h_to_h"}),
     "GPTJ": (_GPT, {LAYER, "gelu_tanh fc_in > fc_out"}),
-    "CodeGen": (_GPT, {LAYER, "gelu_tanh fc_in > fc_out"}),
     "GPTNeo": (
         {"vocab_size": 64, "hidden_size": 32, "num_layers": 2, "num_heads": 2, "attention_types": [[["global"], 2]]},
         {LAYER, "gelu_tanh c_fc > c_proj"},
     ),
     "DeepseekV3": ({**_SIZE, **_HEADS, **_LATENT}, {RMS, LLAMA, "silu"}),
     "Beit": (_PICTURE, {LAYER_12, "gelu fc1 > fc2"}),
-    "DeiT": (_PICTURE, {LAYER_12, "gelu fc1 > fc2"}),
     "Swin": (
         {"embed_dim": 16, "depths": [1, 1], "num_heads": [2, 2], "image_size": 16, "patch_size": 2, "window_size": 2},
         {LAYER, "gelu fc1 > fc2"},
     ),
-    "MT5": (_T5, {RMS, "geglu_tanh wi_0, wi_1 > wo"}),
-    "T5": (_T5, {RMS, "relu wi > wo"}),
     "Arcee": (_MODERN, {"rms 1e-05", "srelu up_proj > down_proj"}),
     "Helium": (_MODERN, {"rms 1e-08", LLAMA}),
     "Persimmon": ({**_SIZE, **_HEADS}, {LAYER, "srelu dense_h_to_4h > dense_4h_to_h"}),
     "Nemotron": (_MODERN, {"layer+1 1e-05", "srelu up_proj > down_proj"}),
-    "Hubert": (_SOUND, {LAYER, "gelu", "gelu intermediate_dense > output_dense"}),
-    "Olmo": (_MODERN, {LAYER, LLAMA}),
-    "Olmo2": (_MODERN, {"rms 1e-05", LLAMA}),
-    "ModernBert": ({**_SIZE, **_HEADS, "cls_token_id": 1, "sep_token_id": 2}, {LAYER, "geglu Wi > Wo"}),
     "Bloom": (
         {"vocab_size": 64, "hidden_size": 32, "n_layer": 2, "n_head": 2, "hidden_dropout": 0.0},
         {LAYER, "gelu_tanh dense_h_to_4h > dense_4h_to_h + residual"},
@@ -155,10 +124,3 @@ def test_families_that_no_table_has_named(name: str):
     options, expected = OTHERS[name]
     config = getattr(hf, f"{name}Config")(**options)
     check(hf.AutoModel.from_config(config), expected)
-
-
-@pytest.mark.parametrize("name", ["llama", "gpt2", "phi3", "t5-v1.1", "gemma2"])
-def test_a_converted_model_is_what_it_was(name: str):
-    model = (FAMILIES | MORE)[name].build()
-    plain = probe.survey(model)
-    assert probe.survey(converted(model)) == plain

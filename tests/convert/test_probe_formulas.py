@@ -4,16 +4,15 @@ import peft
 import pytest
 import torch
 from probe_modules import (
-    GEGLU,
-    DiffusersGELU,
+    WIDE,
     FeedForward,
+    Function,
     Gated,
     K,
     LayerNorm1P,
-    NoWeight,
     Packed,
+    Projected,
     Rms,
-    ScaledEps,
     TimmGluMlp,
     TimmMlp,
     TimmSwiGlu,
@@ -35,10 +34,13 @@ NORMS = {
     "LayerNorm without parameters": (nn.LayerNorm(K, elementwise_affine=False), Norm("layer", 1e-5)),
     "LayerNorm1P": (LayerNorm1P(K), Norm("layer", 1e-5, True)),
     "RMSNorm": (nn.RMSNorm(K, eps=1e-6), Norm("rms", 1e-6)),
-    "RMSNorm of no weight": (NoWeight(), Norm("rms", 1e-7)),
+    "RMSNorm of no weight": (Function(lambda x: F.rms_norm(x, (x.shape[-1],), eps=1e-7)), Norm("rms", 1e-7)),
     "by hand": (Rms(1e-6), Norm("rms", 1e-6)),
-    "an eps in no attribute": (Rms(None), Norm("rms", 3e-6)),
-    "another eps than it says": (ScaledEps(1e-6), Norm("rms", 2e-6)),
+    "an eps in no attribute": (
+        Rms(None, formula=lambda m, x: F.rms_norm(x, (K,), m.weight, 3e-6)),
+        Norm("rms", 3e-6),
+    ),
+    "another eps than it says": (Rms(formula=lambda m, x: F.rms_norm(x, (K,), m.weight, 2e-6)), Norm("rms", 2e-6)),
     "no eps": (Rms(0.0), Norm("rms", 0.0)),
     "wide": (Rms(1e-5, 16384), Norm("rms", 1e-5)),
     "narrow": (Rms(1e-5, 8), Norm("rms", 1e-5)),
@@ -50,8 +52,14 @@ MLPS = {
     "timm GluMlp": (TimmGluMlp(), Mlp("glu", "fc2", up_gate="fc1", activation="act")),
     "timm GluMlp, gate first": (TimmGluMlp(nn.SiLU, False), Mlp("swiglu", "fc2", gate_up="fc1", activation="act")),
     "timm SwiGLU": (TimmSwiGlu(), Mlp("swiglu", "fc2", "fc1_x", "fc1_g", activation="act")),
-    "diffusers GEGLU": (FeedForward(GEGLU()), Mlp("geglu", "net.2", up_gate="net.0.proj")),
-    "diffusers GELU": (FeedForward(DiffusersGELU("tanh")), Mlp("gelu_tanh", "net.2", "net.0.proj")),
+    "diffusers GEGLU": (
+        FeedForward(Projected(2 * WIDE, lambda h: h[..., :WIDE] * F.gelu(h[..., WIDE:]))),
+        Mlp("geglu", "net.2", up_gate="net.0.proj"),
+    ),
+    "diffusers GELU": (
+        FeedForward(Projected(WIDE, lambda h: F.gelu(h, approximate="tanh"))),
+        Mlp("gelu_tanh", "net.2", "net.0.proj"),
+    ),
     "w1 w3 w2": (Gated(), Mlp("swiglu", "w2", "w3", "w1")),
     "w3 is the gate": (Gated(lambda a, b: a * F.silu(b)), Mlp("swiglu", "w2", "w1", "w3")),
     "bilinear gelu": (Gated(lambda a, b: F.gelu(a.float()).to(a.dtype) * b), Mlp("geglu", "w2", "w3", "w1")),
@@ -83,28 +91,21 @@ def test_mlps(name: str, mode: bool):
     assert next(iter(survey(nn.ModuleDict({"a": module})).items())) == ("a", expected)
 
 
-@pytest.mark.parametrize(
-    ("name", "kind"),
-    [
-        ("relu", "relu"),
-        ("relu2", "srelu"),
-        ("gelu", "gelu"),
-        ("gelu_python", "gelu"),
-        ("gelu_new", "gelu_tanh"),
-        ("gelu_fast", "gelu_tanh"),
-        ("gelu_accurate", "gelu_tanh"),
-        ("gelu_pytorch_tanh", "gelu_tanh"),
-        ("gelu_python_tanh", "gelu_tanh"),
-        ("quick_gelu", "qgelu"),
-        ("silu", "silu"),
-        ("swish", "silu"),
-        *(
-            (name, None)
-            for name in ("gelu_10", "hardswish", "leaky_relu", "linear", "mish", "relu6", "sigmoid", "tanh")
-        ),
-        *((name, None) for name in ("laplace", "prelu", "sqrtsoftplus", "xielu")),
-    ],
-)
+ACTIVATIONS = {
+    "relu": ("relu",),
+    "srelu": ("relu2",),
+    "gelu": ("gelu", "gelu_python"),
+    "gelu_tanh": ("gelu_new", "gelu_fast", "gelu_accurate", "gelu_pytorch_tanh", "gelu_python_tanh"),
+    "qgelu": ("quick_gelu",),
+    "silu": ("silu", "swish"),
+    None: (
+        *("gelu_10", "hardswish", "leaky_relu", "linear", "mish", "relu6", "sigmoid", "tanh"),
+        *("laplace", "prelu", "sqrtsoftplus", "xielu"),
+    ),
+}
+
+
+@pytest.mark.parametrize(("name", "kind"), [(name, kind) for kind, names in ACTIVATIONS.items() for name in names])
 def test_activations_of_transformers(name: str, kind: str | None):
     assert what_is(ACT2FN[name]) == kind
 

@@ -7,28 +7,15 @@ import pytest
 import torch
 from probe_modules import (
     WIDE,
-    CallsTwice,
-    ClampedRms,
-    Counting,
-    EpsOutside,
     Function,
     Gated,
-    HalfRms,
     K,
-    LayerNorm2d,
-    NoWeight,
-    OneMinus,
-    OverTokens,
     Packed,
-    ReadsWeight,
-    ReturnsFloat,
     Rms,
-    RmsWithBias,
-    ScaledRms,
     TimmMlp,
     TimmSwiGlu,
-    TrainedEps,
-    UnbiasedLayerNorm,
+    by_hand,
+    rms_of,
     what_is,
 )
 from torch import nn
@@ -48,12 +35,6 @@ def quantise(layer: Any) -> None:
     layer.weight = Quantised(layer.weight)
 
 
-def pruned() -> nn.Module:
-    mlp = TimmMlp()
-    prune.l1_unstructured(mlp.fc1, "weight", 0.5)
-    return mlp
-
-
 def with_layer(change: Callable[[nn.Module], Any]) -> nn.Module:
     """An MLP whose first layer a function of torch has changed."""
     mlp = TimmMlp()
@@ -69,10 +50,6 @@ def wrapped(module: nn.Module, part: str = "") -> nn.Module:
     return module
 
 
-def spoiled(kind: type[nn.Module], **methods) -> Any:
-    return type(kind.__name__, (kind,), methods)
-
-
 class Guided(torch.autograd.Function):
     """A ReLU whose backward passes no negative gradient (arXiv 1412.6806)."""
 
@@ -84,27 +61,6 @@ class Guided(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dy):
         return dy.relu() * (ctx.saved_tensors[0] > 0)
-
-
-class DetachedRms(Rms):
-    """Takes its statistics as constants."""
-
-    def forward(self, x):
-        return self.weight * x * torch.rsqrt(x.detach().square().mean(-1, keepdim=True) + 1e-6)
-
-
-class FrozenRms(Rms):
-    """Gives its weight no gradient."""
-
-    def forward(self, x):
-        return F.rms_norm(x, (K,), self.weight.detach(), 1e-6)
-
-
-class ClampsInput(Rms):
-    """Clamps what it reads, far out."""
-
-    def forward(self, x):
-        return super().forward(x.clamp(-2e4, 2e4))
 
 
 def in_fp16(h: torch.Tensor) -> torch.Tensor:
@@ -120,8 +76,10 @@ GRADIENTS: dict[str, Callable[[], nn.Module]] = {
     "a guided ReLU": lambda: Function(Guided.apply),
     "detached": lambda: Function(lambda x: F.gelu(x).detach()),
     "twice the gradient": lambda: Function(lambda x: 2 * F.silu(x) - F.silu(x).detach()),
-    "detached statistics": DetachedRms,
-    "a frozen weight": FrozenRms,
+    "detached statistics": lambda: rms_of(
+        lambda m, x: m.weight * x * torch.rsqrt(x.detach().square().mean(-1, keepdim=True) + 1e-6)
+    ),
+    "a frozen weight": lambda: rms_of(lambda m, x: F.rms_norm(x, (K,), m.weight.detach(), 1e-6)),
     "a detached gate": lambda: Gated(lambda a, b: F.silu(a).detach() * b),
     "a detached factor": lambda: Gated(lambda a, b: F.silu(a) * b.detach()),
     "a guided gate": lambda: Gated(lambda a, b: Guided.apply(a) * b),
@@ -136,13 +94,15 @@ BRANCHES: dict[str, Callable[[], nn.Module]] = {
     "a scale in FP32": lambda: Function(lambda x: F.gelu(x) * (1 + (x.dtype == torch.float32))),
     "a scale with gradients": lambda: Gated(lambda a, b: with_gradients(F.silu(a) * b)),
     "a scaled activation with gradients": lambda: Function(lambda x: with_gradients(F.relu(x))),
-    "a scaled norm with gradients": lambda: spoiled(
-        Rms, forward=lambda self, x: with_gradients(Rms.forward(self, x))
-    )(),
-    "a norm clamped in FP16": lambda: spoiled(Rms, forward=lambda self, x: Rms.forward(self, in_fp16(x)))(),
+    "a scaled norm with gradients": lambda: rms_of(lambda m, x: with_gradients(by_hand(m, x))),
+    "a norm clamped in FP16": lambda: rms_of(lambda m, x: by_hand(m, in_fp16(x))),
     "a clamp of 65504": lambda: Function(lambda x: F.silu(x).clamp(max=65504.0)),
-    "a norm that clamps its input": ClampsInput,
+    "a norm that clamps its input": lambda: rms_of(lambda m, x: by_hand(m, x.clamp(-2e4, 2e4))),
 }
+
+
+SEEN: list[torch.Tensor] = []
+COUNTS: dict[str, int] = {"calls": 0}
 
 
 class Penalty:
@@ -154,29 +114,19 @@ class Penalty:
         self.penalty = self.penalty + loss
 
 
-SEEN: list[torch.Tensor] = []
-COUNTS: dict[str, int] = {"calls": 0}
-
-
 class Penalised(Gated):
-    """Adds to a loss on a helper object."""
+    """Adds to a loss on a helper object, or has the helper add to it."""
 
-    def __init__(self):
+    def __init__(self, helper: bool):
         super().__init__()
-        self.ctx = Penalty()
+        self.ctx, self.helper = Penalty(), helper
 
     def forward(self, x):
         h = F.silu(self.w1(x)) * self.w3(x)
-        self.ctx.penalty = self.ctx.penalty + h.abs().mean()
-        return self.w2(h)
-
-
-class CallsHelper(Penalised):
-    """Has the helper add to it."""
-
-    def forward(self, x):
-        h = F.silu(self.w1(x)) * self.w3(x)
-        self.ctx.add(h.abs().mean())
+        if self.helper:
+            self.ctx.add(h.abs().mean())
+        else:
+            self.ctx.penalty = self.ctx.penalty + h.abs().mean()
         return self.w2(h)
 
 
@@ -207,8 +157,8 @@ class Inherits(CountsCalls):
 
 
 SIDE_EFFECTS: dict[str, Callable[[], nn.Module]] = {
-    "a penalty on a helper": Penalised,
-    "a penalty that a helper adds": CallsHelper,
+    "a penalty on a helper": lambda: Penalised(helper=False),
+    "a penalty that a helper adds": lambda: Penalised(helper=True),
     "a global list": Appends,
     "a global dict": CountsCalls,
     "a base's global dict": Inherits,
@@ -216,12 +166,49 @@ SIDE_EFFECTS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
+class CallsTwice(TimmMlp):
+    """Calls its first layer again, and makes nothing of it: a hook there sees it."""
+
+    def forward(self, x):
+        y = super().forward(x)
+        self.fc1(y)
+        return y
+
+
+class ReadsWeight(TimmMlp):
+    """Multiplies by the first layer's weight itself."""
+
+    def forward(self, x):
+        return self.fc2(self.act(F.linear(x, self.fc1.weight, self.fc1.bias)))
+
+
+class LayerNorm2d(nn.LayerNorm):
+    """timm's: over the channels of pictures [N, C, H, W]."""
+
+    def forward(self, x):
+        return super().forward(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+
+
+class Scaled(nn.Linear):
+    """A subclass of Linear with code of its own."""
+
+    def forward(self, input):
+        return F.linear(input, self.weight)
+
+
+def with_state(module: nn.Module, **state: Any) -> nn.Module:
+    """A module with more parameters or buffers."""
+    for name, value in state.items():
+        setattr(module, name, value) if isinstance(value, nn.Parameter) else module.register_buffer(name, value)
+    return module
+
+
 NEAR_MISSES: dict[str, Callable[[], nn.Module]] = {
     "dropout": lambda: TimmMlp(drop=0.1).eval(),
     "dropout by function": lambda: Gated(after=lambda x, y: F.dropout(y, 0.1)),
     "dropout of everything": lambda: TimmMlp(drop=1.0),
     "a norm inside": lambda: TimmMlp(norm=nn.LayerNorm(WIDE)),
-    "a norm without parameters inside": lambda: TimmSwiGlu(NoWeight()),
+    "a norm without parameters inside": lambda: TimmSwiGlu(Function(lambda x: F.rms_norm(x, (x.shape[-1],), eps=1e-7))),
     "a clamp before": lambda: Gated(lambda a, b: F.silu(a.clamp(max=10)) * b),
     "a clamp after": lambda: Gated(after=lambda x, y: y.clamp(-1000, 1000)),
     "a clamp within": lambda: Gated(lambda a, b: (F.silu(a) * b).clamp(-1000, 1000)),
@@ -252,32 +239,36 @@ NEAR_MISSES: dict[str, Callable[[], nn.Module]] = {
     "weight_norm": lambda: with_layer(parametrizations.weight_norm),
     "spectral_norm": lambda: with_layer(parametrizations.spectral_norm),
     "the old spectral_norm": lambda: with_layer(nn.utils.spectral_norm),
-    "pruned": pruned,
-    "a parameter of its own": lambda: with_layer(
-        lambda layer: layer.register_parameter("g", nn.Parameter(torch.ones(1)))
-    ),
-    "a buffer": lambda: with_layer(lambda layer: layer.register_buffer("g", torch.ones(1))),
+    "pruned": lambda: with_layer(lambda layer: prune.l1_unstructured(layer, "weight", 0.5)),
+    "a parameter of its own": lambda: with_layer(lambda layer: with_state(layer, g=nn.Parameter(torch.ones(1)))),
+    "a buffer": lambda: with_layer(lambda layer: with_state(layer, g=torch.ones(1))),
     "codes": lambda: fe.convert(TimmMlp().requires_grad_(False), "rowwise", frozen="fp8"),
-    "a subclass of Linear": lambda: TimmMlp(
-        linear=spoiled(nn.Linear, forward=lambda self, x: F.linear(x, self.weight))
+    "a subclass of Linear": lambda: TimmMlp(linear=Scaled),
+    "eps in training": lambda: rms_of(lambda m, x: F.rms_norm(x, (K,), m.weight, 1e-5 if m.training else 1e-6)),
+    "eps outside of the root": lambda: rms_of(
+        lambda m, x: m.weight * x / (x.square().mean(-1, keepdim=True).sqrt() + 1e-6)
     ),
-    "eps in training": TrainedEps,
-    "eps outside of the root": EpsOutside,
-    "unbiased": UnbiasedLayerNorm,
-    "a norm with a clamp": ClampedRms,
-    "a norm with a scale": ScaledRms,
-    "1 - weight": OneMinus,
-    "half of the features": HalfRms,
-    "over tokens": OverTokens,
-    "a norm in FP32": ReturnsFloat,
-    "a norm with state": Counting,
+    "unbiased": lambda: rms_of(  # divides by K - 1
+        lambda m, x: m.weight * (x - x.mean(-1, keepdim=True)) / (x.var(-1, keepdim=True) + 1e-5).sqrt()
+    ),
+    "a norm with a clamp": lambda: rms_of(lambda m, x: by_hand(m, x).clamp(-3, 3)),
+    "a norm with a scale": lambda: rms_of(lambda m, x: by_hand(m, x) * 1.001),
+    "1 - weight": lambda: rms_of(lambda m, x: by_hand(m, x) / m.weight * (1 - m.weight)),
+    "half of the features": lambda: rms_of(
+        lambda m, x: m.weight * x * torch.rsqrt(x[..., : K // 2].square().mean(-1, keepdim=True) + 1e-6)
+    ),
+    "over tokens": lambda: rms_of(lambda m, x: m.weight * x * torch.rsqrt(x.square().mean(-2, keepdim=True) + 1e-6)),
+    "a norm in FP32": lambda: rms_of(lambda m, x: by_hand(m, x.float())),
+    "a norm with state": lambda: with_state(Rms(), seen=torch.zeros(())),
     "a batch norm": lambda: nn.BatchNorm1d(K),
     "a group norm": lambda: nn.GroupNorm(1, K),
     "pictures": lambda: LayerNorm2d(K),
-    "an RMSNorm with a bias": RmsWithBias,
+    "an RMSNorm with a bias": lambda: with_state(
+        rms_of(lambda m, x: by_hand(m, x) + m.bias), bias=nn.Parameter(torch.zeros(K))
+    ),
     "the dtype's eps": lambda: nn.RMSNorm(K),
     "over two dimensions": lambda: nn.LayerNorm([4, K]),
-    "a weight per head": lambda: Rms(1e-6, K, {"_parameters": {"weight": nn.Parameter(torch.ones(2, K))}}),
+    "a weight per head": lambda: Rms(1e-6, (2, K)),
     "a norm wrapped": lambda: wrapped(nn.LayerNorm(K)),
     "a norm under a parametrization": lambda: nn.utils.parametrize.register_parametrization(
         nn.LayerNorm(K), "weight", nn.Identity()

@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import itertools
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -57,19 +58,28 @@ def saved(recipe: str, optimizer: str = "adamw") -> dict[str, Any]:
     )
 
 
+def resumed(model: nn.Module, kept: dict[str, Any], optimizer: str = "adamw", scaling: str = "") -> list[str]:
+    """The warnings of a run that goes on from what was saved.  scaling: when its state is loaded, if at all."""
+    stepping = OPTIMIZERS[optimizer](model.parameters())
+    if scaling == "first":
+        fe.load_scaling_state_dict(model, kept["scaling"])
+    model.load_state_dict(kept["model"])
+    stepping.load_state_dict(kept["optimizer"])
+    if scaling == "last":
+        fe.load_scaling_state_dict(model, kept["scaling"])
+    told = train(model, stepping)
+    model.load_state_dict(kept["model"])  # back to the checkpoint in the middle of a run
+    assert train(model, stepping) == []
+    return told
+
+
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("recipe", ["auto", "delayed"])
 def test_a_resumed_run_is_told_once(recipe: str, optimizer: str):
-    kept, model = saved(recipe, optimizer), made(recipe)
-    stepping = OPTIMIZERS[optimizer](model.parameters())
-    model.load_state_dict(kept["model"])
-    stepping.load_state_dict(kept["optimizer"])
-    (told,) = train(model, stepping)
+    (told,) = resumed(made(recipe), saved(recipe, optimizer), optimizer)
     assert "Sequential: " in told
     assert " 2 layers begin anew" in told
     assert ("decisions of auto" in told) == (recipe == "auto")
-    model.load_state_dict(kept["model"])  # back to the checkpoint in the middle of a run
-    assert train(model, stepping) == []
 
 
 def test_resumed_by_torchs_distributed_checkpoint():
@@ -85,39 +95,19 @@ def test_resumed_by_torchs_distributed_checkpoint():
 
 
 def test_evaluated_or_calibrated_before_the_weights_were_loaded():
-    kept, x = saved("auto"), torch.randn(16, WIDTH)
-    evaluated = made("auto")
+    kept, x, evaluated = saved("auto"), torch.randn(16, WIDTH), made("auto")
     with torch.no_grad():
         evaluated(x)
-    torch.manual_seed(0)
-    layers = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH))
-    for model in (evaluated, converted(layers, "auto", example_inputs=(x,))):
-        optimizer = torch.optim.AdamW(model.parameters())
-        model.load_state_dict(kept["model"])
-        optimizer.load_state_dict(kept["optimizer"])
-        assert len(train(model, optimizer)) == 1
+    for model in (evaluated, converted(fe.revert(made("auto")), "auto", example_inputs=(x,))):
+        assert len(resumed(model, kept)) == 1
 
 
-@pytest.mark.parametrize("recipe", ["auto", "delayed"])
-@pytest.mark.parametrize("first", [True, False])
-def test_with_its_scaling_state_it_is_not(recipe: str, first: bool):
-    kept, model = saved(recipe), made(recipe)
-    optimizer = torch.optim.AdamW(model.parameters())
-    if first:
-        fe.load_scaling_state_dict(model, kept["scaling"])
-    model.load_state_dict(kept["model"])
-    optimizer.load_state_dict(kept["optimizer"])
-    if not first:
-        fe.load_scaling_state_dict(model, kept["scaling"])
-    assert train(model, optimizer) == []
-
-
-def test_a_recipe_without_a_state_has_none_to_load():
-    kept, model = saved("rowwise"), made("rowwise")
-    optimizer = torch.optim.AdamW(model.parameters())
-    model.load_state_dict(kept["model"])
-    optimizer.load_state_dict(kept["optimizer"])
-    assert train(model, optimizer) == []
+@pytest.mark.parametrize(
+    ("recipe", "scaling"),
+    [*itertools.product(["auto", "delayed"], ["first", "last"]), ("rowwise", "")],  # rowwise has none to load
+)
+def test_with_its_scaling_state_it_is_not(recipe: str, scaling: str):
+    assert resumed(made(recipe), saved(recipe), scaling=scaling) == []
 
 
 @pytest.mark.parametrize("recipe", ["auto", "delayed"])
@@ -137,7 +127,4 @@ def test_a_run_that_begins_is_not(recipe: str):
 def test_nor_is_a_model_that_was_reverted():
     kept, model = saved("auto"), fe.revert(made("auto"))
     assert not model._load_state_dict_post_hooks
-    optimizer = torch.optim.AdamW(model.parameters())
-    model.load_state_dict(kept["model"])
-    optimizer.load_state_dict(kept["optimizer"])
-    assert train(model, optimizer) == []
+    assert resumed(model, kept) == []

@@ -16,6 +16,11 @@ from fp8engine.export.hf import export
 WEIGHTS = "model.safetensors"
 
 
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """What runs here without FP8 Tensor Cores is emulated, and need not say so."""
+    item.add_marker(pytest.mark.filterwarnings("ignore::fp8engine.errors.EmulationWarning"))
+
+
 @pytest.fixture(autouse=True)
 def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
     """No bars; no two threads that load a tensor each."""

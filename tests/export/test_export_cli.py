@@ -47,12 +47,7 @@ def test_json_says_what_was_written(plain: Path, tmp_path: Path):
 def test_a_person_gets_a_table(plain: Path, tmp_path: Path):
     result = call(plain, tmp_path / "out", "--layout", "fp8engine", "--max-shard-size", "20KB")
     assert result.exit_code == 0, result.output
-    for part in (
-        "model.layers.0-1.mlp.up_proj × 2",
-        "output head",
-        "note: ",
-        "14 layers in FP8 (current; layout fp8e",
-    ):
+    for part in ("model.layers.0-1.mlp.up_proj × 2", "output head", "note: ", "14 layers in FP8 (current; layout fp8e"):
         assert part in result.stdout, part
     assert len(list((tmp_path / "out").glob("*.safetensors"))) > 1
 
@@ -92,11 +87,8 @@ def test_a_folder_that_lacks_a_weight_is_refused(plain: Path, tmp_path: Path):
     held = load_file(plain / "model.safetensors")
     del held["model.layers.1.mlp.up_proj.weight"]
     save_file(held, plain / "model.safetensors", metadata={"format": "pt"})
-    refuse(
-        "1 weights of LlamaForCausalLM are not in its files, 'model.layers.1.mlp.up_proj.weight'",
-        plain,
-        tmp_path / "out",
-    )
+    told = "1 weights of LlamaForCausalLM are not in its files, 'model.layers.1.mlp.up_proj.weight'"
+    refuse(told, plain, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
@@ -130,17 +122,11 @@ def test_auto_decides_from_the_given_text(tmp_path: Path):
     model.save_pretrained(tmp_path / "plain")
     (tmp_path / "text.txt").write_text("\n".join(f"Line {number} of the text." for number in range(20)))
     text = ("--text", tmp_path / "text.txt", "--tokenizer", "bytes")
-    refuse(
-        "recipe 'auto' decides from what the layers see while the model reads a text",
-        tmp_path / "plain",
-        tmp_path / "out",
-        "-r",
-        "auto",
-    )
-    refuse("leave it out", tmp_path / "plain", tmp_path / "out", "-r", "rowwise", *text)
-    refuse("has no tokenizer", tmp_path / "plain", tmp_path / "out", "-r", "auto", *text[:2])
-    skipped = ("--skip", "*.down_proj")
-    result = call(tmp_path / "plain", tmp_path / "out", "-r", "auto", *text, *skipped, "--json")
+    to = (tmp_path / "plain", tmp_path / "out", "-r")
+    refuse("recipe 'auto' decides from what the layers see while the model reads a text", *to, "auto")
+    refuse("leave it out", *to, "rowwise", *text)
+    refuse("has no tokenizer", *to, "auto", *text[:2])
+    result = call(*to, "auto", *text, "--skip", "*.down_proj", "--json")
     assert result.exit_code == 0, result.output
     told = json.loads(result.stdout)
     recipes = {row["name"].rpartition(".")[2]: row["recipe"] for row in told["layers"]}

@@ -13,8 +13,6 @@ import fp8engine as fe
 from fp8engine.export.hf import Fp8EngineConfig, export, iter_fp8, load
 from fp8engine.export.layers import MERGED
 
-pytestmark = pytest.mark.filterwarnings("ignore::fp8engine.errors.EmulationWarning")
-
 SIZE: dict[str, Any] = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "patch_size": 4}
 
 

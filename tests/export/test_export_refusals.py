@@ -9,14 +9,13 @@ import pytest
 import tiny_models
 import torch
 import transformers
+from hf_families import FAMILIES
 from torch import nn
 
 import fp8engine as fe
-from fp8engine.errors import ConversionError, StateError
+from fp8engine.errors import ConversionError, StateError, UnknownName
 from fp8engine.export import headers
 from fp8engine.export.hf import export, iter_fp8, load
-
-pytestmark = pytest.mark.filterwarnings("ignore::fp8engine.errors.EmulationWarning")
 
 
 def refused(told: str, model: nn.Module, folder: Path, *args, error: type[Exception] = ConversionError, **options):
@@ -27,34 +26,31 @@ def refused(told: str, model: nn.Module, folder: Path, *args, error: type[Except
 
 
 def test_models_that_are_not_to_be_exported(tmp_path: Path):
-    out = tmp_path / "out"
+    out, llama = tmp_path / "out", tiny_models.llama()
     refused("not Sequential", nn.Sequential(nn.Linear(32, 32)), out)
     with torch.device("meta"):
-        refused(
-            r"model.embed_tokens.weight is on the meta device .*: load the whole model into memory",
-            tiny_models.llama(),
-            out,
-        )
+        there = r"model.embed_tokens.weight is on the meta device .*: load the whole model into memory"
+        refused(there, tiny_models.llama(), out)
     part: Any = tiny_models.llama()
     fe.convert(part.model.layers[0])
     refused("converted by themselves", part, out)
-    refused("name an FP8 recipe", tiny_models.llama(), out, fe.Recipe(**bf16_forward()))
-    refused("weights of recipe 'custom' are E5M2", tiny_models.llama(), out, e5m2_weights())
-    wide = fe.Recipe(input=fe.Cast(fe.E5M2), weight=fe.Cast(fe.E4M3), grad_output=fe.Cast(fe.E4M3))
-    refused(
-        "inputs of recipe 'custom' are E5M2; 'compressed-tensors' casts them to E4M3", tiny_models.llama(), out, wide
-    )
-    refused("no scales per row", tiny_models.llama(), out, "rowwise", layout="fp8")
-    refused("nothing to write", tiny_models.llama().to(torch.bfloat16), out, "bf16")
-
-
-def bf16_forward() -> dict:
-    cast = fe.Cast(fe.BF16)
-    return {"input": cast, "weight": cast, "grad_output": cast}
-
-
-def e5m2_weights() -> fe.Recipe:
-    return fe.Recipe(input=fe.Cast(fe.E4M3), weight=fe.Cast(fe.E5M2), grad_output=fe.Cast(fe.E4M3))
+    e4m3, e5m2, bf16 = fe.Cast(fe.E4M3), fe.Cast(fe.E5M2), fe.Cast(fe.BF16)
+    for told, casts in (
+        ("name an FP8 recipe", (bf16, bf16, bf16)),
+        ("weights of recipe 'custom' are E5M2", (e4m3, e5m2, e4m3)),
+        ("inputs of recipe 'custom' are E5M2; 'compressed-tensors' casts them to E4M3", (e5m2, e4m3, e4m3)),
+    ):
+        refused(told, llama, out, fe.Recipe(**dict(zip(("input", "weight", "grad_output"), casts, strict=True))))
+    refused("no scales per row", llama, out, "rowwise", layout="fp8")
+    for told, options in {
+        "did you mean 'rowwise'": {"recipe": "rowise"},
+        "did you mean 'compressed-tensors'": {"layout": "compresed-tensors"},
+        "did you mean 'static'": {"activations": "statik"},
+    }.items():
+        refused(told, llama, out, error=UnknownName, **options)
+    refused("nothing to write", llama.to(torch.bfloat16), out, "bf16")
+    export(tiny_models.llama(), tmp_path / "first")
+    refused("quantised already", load(tmp_path / "first"), out)
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
@@ -66,11 +62,6 @@ def test_adapters_are_merged_first(tmp_path: Path):
     with pytest.raises(ConversionError, match=inside):
         iter_fp8(fe.convert(model, "rowwise").base_model.model)
     export(fe.revert(model).merge_and_unload(), tmp_path / "out")
-
-
-def test_quantised_models_are_refused(tmp_path: Path):
-    export(tiny_models.llama(), tmp_path / "first")
-    refused("quantised already", load(tmp_path / "first"), tmp_path / "out")
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
@@ -88,12 +79,11 @@ def test_a_folder_that_is_in_use(tmp_path: Path):
         export(tiny_models.llama(), tmp_path / "kept")
     assert os.listdir(tmp_path) == ["kept"]
     (tmp_path / "empty").mkdir()
-    export(tiny_models.llama(), tmp_path / "empty")
     (tmp_path / "link").symlink_to(tmp_path / "linked")
-    export(tiny_models.llama(), tmp_path / "link")
+    for free in ("empty", "link", Path("deep", "down")):
+        export(tiny_models.llama(), tmp_path / free)
     assert (tmp_path / "link").is_symlink()
     assert load(tmp_path / "linked").config.model_type == "llama"
-    export(tiny_models.llama(), tmp_path / "deep" / "down")
     assert load(tmp_path / "deep" / "down").config.model_type == "llama"
 
 
@@ -130,9 +120,7 @@ def test_a_tied_head_is_left_even_if_asked_for(tmp_path: Path):
 
 
 def test_what_transformers_keeps_in_fp32_is_left(tmp_path: Path):
-    size: dict = {"d_model": 32, "d_kv": 16, "d_ff": 64, "num_layers": 1, "num_heads": 2, "vocab_size": 64}
-    size["decoder_start_token_id"] = 0
-    model = transformers.T5ForConditionalGeneration(transformers.T5Config(**size))
+    model = FAMILIES["t5"].build(num_layers=1)
     report = export(model, tmp_path / "out", "rowwise")
     kept = {row["name"] for row in report.left if "_keep_in_fp32_modules" in row["reason"]}
     assert kept == {"encoder.block.0.layer.1.DenseReluDense.wo", "decoder.block.0.layer.2.DenseReluDense.wo"}

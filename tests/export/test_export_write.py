@@ -10,50 +10,54 @@ import pytest
 import tiny_models
 import torch
 import transformers
+from exports import answers_alike, bits, quantization, read_by_transformers, served
 from safetensors.torch import load_file
-from support import EXACT_SCALES, converted
+from support import FP8_RECIPES, converted
 
 import fp8engine as fe
 from fp8engine.convert.select import is_conv1d
-from fp8engine.errors import ConversionError, StateError, UnknownName
+from fp8engine.errors import ConversionError, StateError
 from fp8engine.export.hf import export, load
 from fp8engine.nn.serving import Served
 from fp8engine.numerics.recipe import resolve
 
-pytestmark = pytest.mark.filterwarnings("ignore::fp8engine.errors.EmulationWarning")
-
-RECIPES = ("current", "delayed", "rowwise", "rowwise_gw_hp", "blockwise")
-COMBINATIONS = [(recipe, "fp8engine") for recipe in RECIPES]
-COMBINATIONS += [(recipe, "compressed-tensors") for recipe in RECIPES]
+EXACT = (fe.rowwise(power_of_2=False), fe.blockwise(power_of_2=False))
+COMBINATIONS = [(recipe, layout) for recipe in FP8_RECIPES for layout in ("fp8engine", "compressed-tensors")]
 COMBINATIONS += [("current", "fp8"), ("blockwise", "fp8")]
+COMBINATIONS += [(recipe, layout) for recipe in EXACT for layout in ("fp8engine", "compressed-tensors")]
+COMBINATIONS += [(EXACT[1], "fp8")]
 Q = "model.layers.0.self_attn.q_proj"
 
 
-@pytest.mark.parametrize(("recipe", "layout"), COMBINATIONS)
-def test_codes_and_scales_are_those_of_a_cast(exported, ids, recipe, layout):
-    model: Any = (tiny_models.llama_of_blocks() if recipe == "blockwise" else tiny_models.llama()).eval()
+@pytest.mark.parametrize(("recipe", "layout"), COMBINATIONS, ids=lambda each: getattr(each, "name", each))
+def test_codes_and_scales_are_those_of_a_cast_and_what_is_left_is_as_it_was(exported, ids, recipe: Any, layout: str):
+    asked = resolve(recipe)
+    blocks = isinstance(asked.weight.granularity, fe.PerBlock)
+    model: Any = (tiny_models.llama_of_blocks() if blocks else tiny_models.llama()).eval()
     folder = exported(recipe, model, layout=layout)
     held, back = load_file(folder / "model.safetensors"), load(folder)
     assert back.training is False
-    scale = "weight_scale_inv" if recipe == "blockwise" and layout != "compressed-tensors" else "weight_scale"
-    cast = resolve(recipe).weight
-    layers = {name: module for name, module in back.named_modules() if isinstance(module, Served)}
-    assert len(layers) == (7 if recipe == "blockwise" else 14)
+    scale = "weight_scale_inv" if blocks and layout != "compressed-tensors" else "weight_scale"
+    layers = served(back)
+    assert len(layers) == (7 if blocks else 14)
     weights = {name: model.get_submodule(name).weight.detach() for name in layers}
     if recipe in ("current", "delayed") and layout != "fp8engine":  # what others fuse has one scale
         weights = {name: fused(name, weights) for name in layers}
+    cast = fe.Cast(asked.weight.format, asked.weight.granularity, power_of_2=asked.weight.power_of_2)
     for name, layer in layers.items():
-        want = fe.quantize(weights[name], fe.Cast(cast.format, cast.granularity, power_of_2=cast.power_of_2))
-        want_codes = want.data[: layer.out_features]
+        want = fe.quantize(weights[name], cast)
         for codes, scales in ((held[f"{name}.weight"], held[f"{name}.{scale}"]), (layer.weight, layer.scale)):
             assert codes.dtype == torch.float8_e4m3fn
-            assert torch.equal(codes.view(torch.uint8), want_codes.view(torch.uint8))
+            assert torch.equal(bits(codes), bits(want.data[: layer.out_features]))
             assert scales.dtype == torch.float32
             assert scales.tolist() == want.scale.reshape(scales.shape).tolist()
-    fe.convert(model, recipe)
-    with torch.no_grad():  # delayed: its first forward has no window yet, and measures, as serving does
-        equal = torch.equal(back(ids).logits, model(ids).logits)
-    assert equal == (recipe not in ("current", "delayed") or layout == "fp8engine")
+        assert recipe not in EXACT or layer.numerics.recipe.input == asked.input
+    scales = torch.cat([layer.scale.flatten() for layer in layers.values()])
+    assert bool((torch.frexp(scales).mantissa > 0.5).any()) != asked.weight.power_of_2
+    for name, tensor in model.state_dict().items():
+        assert name.removesuffix(".weight") in layers or torch.equal(held[name], tensor), name
+    converted(model, recipe)  # delayed: its first forward has no window yet, and measures, as serving does
+    assert answers_alike(back, model, ids) == (recipe not in ("current", "delayed") or layout == "fp8engine")
 
 
 def fused(name: str, weights: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -62,15 +66,6 @@ def fused(name: str, weights: dict[str, torch.Tensor]) -> torch.Tensor:
     groups = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
     others = [other for names in groups if own in names for other in names if other != own]
     return torch.cat([weights[name], *(weights[f"{parent}.{other}"] for other in others)])
-
-
-def test_what_is_left_is_there_as_it_was(exported):
-    model: Any = tiny_models.llama().to(torch.bfloat16)
-    held = load_file(exported("current", model) / "model.safetensors")
-    for name, tensor in model.state_dict().items():
-        fp8 = held[name].dtype == torch.float8_e4m3fn
-        assert fp8 == (name.endswith("proj.weight")), name
-        assert fp8 or (held[name].dtype == tensor.dtype and torch.equal(held[name], tensor))
 
 
 def test_the_report_adds_up(tmp_path: Path):
@@ -90,7 +85,7 @@ def test_the_report_adds_up(tmp_path: Path):
 
 
 def test_block_config_is_what_transformers_and_vllm_name(exported):
-    config = json.loads((exported("blockwise") / "config.json").read_text())["quantization_config"]
+    config = quantization(exported("blockwise"))
     assert config.pop("fp8engine")["recipe"]["name"] == "blockwise"
     assert config == {
         "quant_method": "fp8",
@@ -108,18 +103,12 @@ def test_block_config_is_what_transformers_and_vllm_name(exported):
     [("current", ("tensor", "tensor")), ("rowwise", ("channel", "token")), ("blockwise", ("block", "group"))],
 )
 def test_compressed_config_names_its_strategies(exported, recipe, strategies):
-    folder = exported(recipe, layout="compressed-tensors")
-    config = json.loads((folder / "config.json").read_text())["quantization_config"]
+    config = quantization(exported(recipe, layout="compressed-tensors"))
     (group,) = config["config_groups"].values()
-    assert (config["quant_method"], config["format"], config["ignore"]) == (
-        "compressed-tensors",
-        "float-quantized",
-        ["lm_head"],
-    )
-    assert group["targets"] == ["Linear"]
+    words = (config["quant_method"], config["format"], config["ignore"], group["targets"])
+    assert words == ("compressed-tensors", "float-quantized", ["lm_head"], ["Linear"])
     assert (group["weights"]["strategy"], group["input_activations"]["strategy"]) == strategies
-    assert group["weights"]["dynamic"] is False
-    assert group["input_activations"]["dynamic"] is True
+    assert (group["weights"]["dynamic"], group["input_activations"]["dynamic"]) == (False, True)
     assert group["weights"].get("block_structure") == ([128, 128] if recipe == "blockwise" else None)
 
 
@@ -142,29 +131,19 @@ def whole_blocks() -> Any:
     return model
 
 
-def test_transformers_reads_blocks(tmp_path: Path):
-    """Its own FineGrainedFP8 loader, which dequantises without a card: the weights it makes are ours to the bit."""
-    model = whole_blocks()
-    export(model, tmp_path / "out", "blockwise")
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32).state_dict()
-    compare(theirs, tmp_path / "out", "weight_scale_inv", 7)
-
-
-@pytest.mark.parametrize("recipe", ["current", "rowwise", "blockwise"])
-def test_compressed_tensors_reads_all(exported, ids, recipe):
-    folder = exported(recipe, whole_blocks(), layout="compressed-tensors")
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    theirs(ids)  # decompresses
-    compare(theirs.state_dict(), folder, "weight_scale", 7)
-
-
-def compare(theirs: dict, folder: Path, scale: str, layers: int) -> None:
-    held = load_file(folder / "model.safetensors")
+@pytest.mark.parametrize(
+    ("recipe", "layout"),
+    [("blockwise", "fp8"), *((r, "compressed-tensors") for r in ("current", "rowwise", "blockwise"))],
+)
+def test_transformers_reads_the_same_weights(exported, recipe: str, layout: str):
+    """Its own FineGrainedFP8 loader, and compressed-tensors, which dequantise without a card: to the bit."""
+    folder = exported(recipe, whole_blocks(), layout=layout)
+    held, theirs = load_file(folder / "model.safetensors"), read_by_transformers(folder)
+    scale = "weight_scale_inv" if layout == "fp8" else "weight_scale"
     names = [name for name, tensor in held.items() if tensor.dtype == torch.float8_e4m3fn]
-    assert len(names) == layers
+    assert len(names) == 7
     for name in names:
-        want = dequantised(held[name], held[name.removesuffix("weight") + scale])
-        assert torch.equal(theirs[name].float(), want), name
+        assert torch.equal(theirs[name], dequantised(held[name], held[name.removesuffix("weight") + scale])), name
 
 
 def test_conv1d_keeps_its_storage(tmp_path: Path, ids):
@@ -183,8 +162,7 @@ def test_conv1d_keeps_its_storage(tmp_path: Path, ids):
     back = load(tmp_path / "out")
     assert back.transformer.h[0].mlp.c_fc.weight.t().is_contiguous(), "a call would copy the codes"
     fe.convert(model, "rowwise")
-    with torch.no_grad():
-        assert torch.equal(back(ids).logits, model(ids).logits)
+    assert answers_alike(back, model, ids)
     assert "emulated" in next(row for row in fe.inspect(back).layers if row["kind"] == "ServedConv1D")["reason"]
 
 
@@ -197,8 +175,7 @@ def test_large_models_come_in_shards(exported, ids):
     back = load(folder)
     assert back.lm_head.weight is back.model.embed_tokens.weight
     fe.convert(model, "rowwise")
-    with torch.no_grad():
-        assert torch.equal(back(ids).logits, model(ids).logits)
+    assert answers_alike(back, model, ids)
 
 
 def test_what_lies_beside_the_model_comes_along(tmp_path: Path):
@@ -269,74 +246,10 @@ def test_static_scales_are_the_amax_that_was_seen(tmp_path: Path, ids, layout):
         export(tiny_models.llama(), tmp_path / "rows", "rowwise", activations="static")
 
 
-@pytest.mark.parametrize("layout", ["fp8engine", "compressed-tensors", "fp8"])
-@pytest.mark.parametrize("recipe", EXACT_SCALES)
-def test_exact_scales_are_written_and_read_as_they_are(recipe: fe.Recipe, layout: str, exported, ids):
-    if layout == "fp8" and isinstance(recipe.weight.granularity, fe.PerRow):
-        with pytest.raises(ConversionError, match="no scales per row"):
-            exported(recipe, layout=layout)
-        return
-    model: Any = tiny_models.llama_of_blocks().eval()
-    back = load(exported(recipe, model, layout=layout))
-    layers = {name: module for name, module in back.named_modules() if isinstance(module, Served)}
-    for name, layer in layers.items():
-        want = fe.quantize(model.get_submodule(name).weight.detach(), recipe.weight)
-        assert torch.equal(layer.weight.view(torch.uint8), want.data.view(torch.uint8))
-        assert torch.equal(layer.scale, want.scale)
-        assert layer.numerics.recipe.input == recipe.input
-    assert bool((torch.frexp(torch.cat([layer.scale.flatten() for layer in layers.values()])).mantissa > 0.5).any())
-    converted(model, recipe)
-    with torch.no_grad():
-        assert torch.equal(back(ids).logits, model(ids).logits)
-
-
 def test_blocks_that_do_not_fit_become_rows_whose_scales_are_as_exact(exported):
-    layers = exported(fe.blockwise(power_of_2=False), tiny_models.llama(), layout="compressed-tensors")
-    (recipe, *others) = {layer.numerics.recipe for layer in load(layers).modules() if isinstance(layer, Served)}
-    assert not others
-    assert (recipe.name, recipe.weight) == ("rowwise_exact", fe.rowwise(power_of_2=False).weight)
-
-
-def test_experts_are_left_by_their_modules_name(exported):
-    config = json.loads((exported("rowwise", tiny_models.mixtral()) / "config.json").read_text())
-    assert "model.layers.0.mlp.experts" in config["quantization_config"]["ignore"]
-
-
-@pytest.mark.parametrize("convert", [False, True])
-def test_experts_whose_parameter_is_the_weight_are_left_by_their_own_name(tmp_path: Path, convert: bool):
-    size = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 1, "kv_channels": 16, "intermediate_size": 64}
-    config = transformers.JetMoeConfig(**size, num_attention_heads=2, num_local_experts=4)  # pyright: ignore
-    model: Any = transformers.JetMoeForCausalLM(config).eval()
-    report = export(converted(model, "rowwise") if convert else model, tmp_path / "out", None if convert else "rowwise")
-    left = {row["name"]: row["reason"] for row in report.left if row["kind"] == "JetMoeParallelExperts"}
-    assert len(left) == 4
-    assert all("keeps its experts in one 3-D parameter" in reason for reason in left.values())
-    ignore = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]["ignore"]
-    assert left.keys() <= set(ignore)
-    assert "model.layers.0.mlp" not in ignore
-    read = load(tmp_path / "out").model.layers[0].mlp.input_linear.weight
-    assert torch.equal(read, model.model.layers[0].mlp.input_linear.weight)
-
-
-def test_experts_in_fp8_are_written_in_16_bits(tmp_path: Path):
-    model: Any = tiny_models.mixtral()
-    report = export(converted(model, "rowwise"), tmp_path / "out")
-    left = {row["name"]: row["reason"] for row in report.left}
-    assert left["model.layers.0.mlp.experts.down_proj"] == "experts in one 3-D parameter: written in 16 bits"
-    plain = load(tmp_path / "out").model.layers[0].mlp.experts
-    assert torch.equal(plain.down_proj, model.model.layers[0].mlp.experts.down_proj)
-
-
-def test_unknown_names_are_said(tmp_path: Path):
-    model: Any = tiny_models.llama()
-    for told, options in {
-        "did you mean 'rowwise'": {"recipe": "rowise"},
-        "did you mean 'compressed-tensors'": {"layout": "compresed-tensors"},
-        "did you mean 'static'": {"activations": "statik"},
-    }.items():
-        with pytest.raises(UnknownName, match=told):
-            export(model, tmp_path / "out", **options)
-    assert os.listdir(tmp_path) == []
+    layers = served(load(exported(EXACT[1], tiny_models.llama(), layout="compressed-tensors")))
+    assert {layer.numerics.recipe.name for layer in layers.values()} == {"rowwise_exact"}
+    assert {layer.numerics.recipe.weight for layer in layers.values()} == {EXACT[0].weight}
 
 
 def test_a_converted_models_own_reasons_are_told(tmp_path: Path):

@@ -56,14 +56,6 @@ def worth(read: Read, operands: dict[str, torch.Tensor], cast: Cast) -> float:
     )
 
 
-def db(x: torch.Tensor, back: torch.Tensor) -> float:
-    """Median over rows of signal over noise, in dB; rows of zeros left out."""
-    signal, noise = x.square().sum(1), (x - back).square().sum(1)
-    some = signal > 0
-    ratio = (signal[some] / noise[some].clamp(min=1e-300)).clamp(max=1e10)
-    return 10 * math.log10(float(ratio.median()))
-
-
 def cast_of(recipe: Recipe, read: Read) -> Cast:
     """What a matmul reads of an operand, lengthwise."""
     role, matmul = read
