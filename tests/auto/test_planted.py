@@ -6,14 +6,18 @@ Those fall below E4M3's smallest normal where the outlier is 28,000 times larger
 """
 
 import functools
+import math
 
 import pytest
 import torch
-from autos import lines
+from autos import controller, lines
+from support import converted, dequantised
 from torch import nn
-from troubled import FIXED, READS, K, M, N, Scene, short_of, typical
+from troubled import FIXED, READS, K, M, N, Scene, db, short_of, typical
 
 import fp8engine as fe
+from fp8engine.auto import Alarm
+from fp8engine.numerics.recipe import Cast
 
 SETTLED = 1  # steps: a sample, and what was decided is in force
 OF_INPUT, OF_GRADIENT = ([read for read in READS if read[0] == role] for role in ("input", "grad_output"))
@@ -186,3 +190,56 @@ def test_a_loss_scale_that_moves(objective: str):
         assert (int(slot.recasts) > 0) == (objective == "speed")  # random amaxes exceed earlier ones now and then
         assert objective == "speed" or int(slot.saturated) == 0
     assert 10 * saturated[True] < saturated[False] or objective == "accuracy"
+
+
+@pytest.mark.slow
+def test_at_the_peak_of_a_drift_auto_is_within_3_db():
+    """And at no step worse than any fixed recipe's worst."""
+    planted = SCENES["c"]
+    _, short = planted.short(fe.auto(interval=planted.interval))
+    assert max(short[40:60]) <= 3
+    for recipe in FIXED:
+        assert max(short) <= max(planted.short(recipe)[1]) + 0.1, recipe
+
+
+class Gated(nn.Module):
+    """SwiGLU whose weight rows of channel 3 are one vector that `align` lets grow: its output grows as its square."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate, self.up, self.down = nn.Linear(64, 512), nn.Linear(64, 512), nn.Linear(512, 64)
+        self.read = torch.empty(0)
+
+    def forward(self, x):
+        self.read = nn.functional.silu(self.gate(x)) * self.up(x)
+        return self.down(self.read)
+
+    def align(self, size: float) -> None:
+        with torch.no_grad():
+            self.gate.weight[3] = self.up.weight[3] = size * torch.ones(64) / 8
+
+
+@pytest.mark.slow
+def test_aligned_swiglu_weights_raise_an_alarm_long_before_fp8_loses_by_it():
+    torch.manual_seed(0)
+    model = converted(Gated(), fe.auto(interval=4))
+    warned: list[Alarm] = []
+    controller(model).history.listeners.append(warned.append)
+    harmed, steps = None, 200
+    for step in range(steps):
+        model.align(0.6 * 1.05**step)  # its output grows 10 % a step
+        model(numbers(step, 128, 64).requires_grad_()).sin().sum().backward()
+        model.zero_grad()
+        read = model.read.detach()
+        ordinary = torch.arange(512) != 3
+        back = torch.from_numpy(dequantised(read, Cast(fe.E4M3)))
+        if harmed is None and db(read[:, ordinary].double(), back[:, ordinary]) < 31.6 - 6:
+            harmed = step
+    assert harmed is not None
+    first = warned[0]
+    assert first.slot == "down.input"
+    assert first.step <= harmed - 40, (first, harmed)
+    assert first.growth >= 4
+    assert math.isfinite(first.ratio)
+    assert str(first).startswith(f"step {first.step} down.input: amax/rms x")
+    assert controller(model).history.alarms == warned

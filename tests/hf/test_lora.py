@@ -1,4 +1,4 @@
-"""peft's LoRA on more families than convert/test_convert_lora.py has: before and after convert, saved, merged."""
+"""peft's LoRA on more families than convert/test_convert_adapters.py has: before and after convert, saved, merged."""
 
 from pathlib import Path
 from typing import Any
