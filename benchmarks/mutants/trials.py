@@ -80,17 +80,17 @@ OF_EPILOGUES = emulated("gluon", "every_epilogue_is_the_twins", "nan_in_a_row_st
 # way -> file -> the tests that concern it
 WAYS = {
     "interpreter": {
-        "kernels/scaling.py": interpreted("quantize", "act", "cast_transpose"),
+        "kernels/scaling.py": interpreted("quantize", "act"),
         "kernels/produce.py": interpreted("produce", "act", "norm"),
-        "kernels/matmul.py": interpreted("split_k", "matmul_fp8", "matmul_block", "matmul_fp16", "epilogue"),
+        "kernels/matmul.py": interpreted("split_k", "matmul", "epilogue"),
         "kernels/split_k.py": interpreted("split_k"),
-        "kernels/epilogue.py": interpreted("epilogue", "matmul_fp8"),
+        "kernels/epilogue.py": interpreted("epilogue", "matmul"),
         "kernels/activations.py": interpreted("epilogue", "act"),
-        "kernels/tile.py": interpreted("tile", "epilogue", "matmul_fp8", "matmul_fp16", "split_k"),
+        "kernels/tile.py": interpreted("tile", "epilogue", "matmul", "split_k"),
         "kernels/rounding.py": interpreted("rounding", "quantize"),
-        "kernels/quantize.py": interpreted("column_sums", "quantize", "cast_transpose"),
-        "kernels/quantize_groups.py": interpreted("quantize", "cast_transpose", "column_sums"),
-        "kernels/quantize_lines.py": interpreted("quantize", "cast_transpose", "column_sums"),
+        "kernels/quantize.py": interpreted("column_sums", "quantize"),
+        "kernels/quantize_groups.py": interpreted("quantize", "column_sums"),
+        "kernels/quantize_lines.py": interpreted("quantize", "column_sums"),
         "kernels/column_sums.py": interpreted("column_sums"),
         "kernels/norm_quantize.py": interpreted("norm"),
         "kernels/act_quantize.py": interpreted("act"),
@@ -115,7 +115,7 @@ WAYS = {
         ),
         "kernels/epilogue.py": on_card("alone or saturation_begins or nan_and_inf or activations_of", "epilogue"),
         "kernels/tile.py": on_card(
-            "visited_once or pieces_are or number_of_programs or an_offset", "tile", "matmul_fp8"
+            "visited_once or pieces_are or number_of_programs or an_offset", "tile", "matmul"
         ),
         "kernels/rounding.py": Suite((*OF_GROUPS[:2], *OF_TENSORS[2:]), "twin"),
         "kernels/quantize.py": Suite(OF_TENSORS, "twin"),

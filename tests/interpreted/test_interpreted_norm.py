@@ -32,7 +32,6 @@ from fp8engine.kernels import norm_quantize as kernel
 from fp8engine.kernels.norm_quantize import norm_quantize, norm_quantize_backward, unsupported
 from fp8engine.ops.reference.cast_transpose import Store
 from fp8engine.ops.reference.norm_quantize import Norm, RowStatistics
-from fp8engine.ops.reference.norm_quantize import norm_quantize as twin
 from tests.helpers.casts import cast_of
 
 # NumPy remarks on 448 / 1e-44, Inf * 0 and the like, which a GPU computes in silence.
@@ -151,19 +150,6 @@ def test_rows_beyond_the_last_count_nowhere(norm, form):
     assert_stored(tuple(found), to, way(*form))
 
 
-@pytest.mark.parametrize("form", ROW_WAYS, ids=str)
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_a_row_that_is_not_finite_stays_so_and_spoils_no_other(form, bad):
-    x = numbers(5, 70, torch.float32, 1)
-    x[2, 3] = bad
-    to = way(*form)
-    *found, _ = norm_quantize(x, None, None, NORMS[2], to)
-    assert_stored(tuple(found), to, way(*form))
-    q = found[1][0].float()
-    assert q[2].isnan().all()
-    assert q[[0, 1, 3, 4]].isfinite().all()
-
-
 @pytest.mark.parametrize("how", [cast_of(E4M3, 128, 128), cast_of(E4M3, -1, 1)], ids=str)
 def test_what_casts_alone_do_is_left_to_them(how):
     x, to = numbers(5, 70, torch.float32, 1), Store(how, False, slot_of(0.0))
@@ -194,15 +180,6 @@ def test_rows_and_columns_lie_beyond_2_gib(far):
             strict=True,
         ):
             assert mine is nearby or torch.equal(mine, nearby)
-
-
-def test_powers_of_two_are_exact():
-    # Rows of +-2^e have r = 2^-e: RMSNorm gives +-1, whatever the order of the sums.
-    x = torch.exp2(torch.arange(-8.0, 8.0))[:, None] * (torch.arange(64) % 2 * 2 - 1)
-    y, _, _, (rstd, _) = norm_quantize(x, None, None, Norm("rms", 0.0), Store())
-    wanted, _, _, rows = twin(x, None, None, Norm("rms", 0.0))
-    assert torch.equal(y, wanted)
-    assert torch.equal(rstd, rows.rstd_M)
 
 
 def test_what_is_left_to_others_is_said():
