@@ -32,7 +32,8 @@ class Suite(NamedTuple):
 def interpreted(*names: str) -> Suite:
     """In the interpreter, without 30 s of 2 GiB, and without what hypothesis draws and then makes smaller for long."""
     drawn = "not any_shape and not any_value and not casts_of_what_was and not ragged_edges and not beyond_2_gib"
-    return Suite(tuple(f"tests/interpreted/test_interpreted_{name}.py" for name in names), drawn)
+    files = (name.partition("::") for name in names)
+    return Suite(tuple(f"tests/interpreted/test_interpreted_{name}.py{''.join(case)}" for name, *case in files), drawn)
 
 
 def on_card(chosen: str, *names: str) -> Suite:
@@ -77,11 +78,12 @@ OF_ACTIVATIONS = emulated(
     "a_gate_and_an_up_that_are_two_matrices[clamped_swiglu]",
 )
 OF_EPILOGUES = emulated("gluon", "every_epilogue_is_the_twins", "nan_in_a_row_stays_in_it")
+CACHE, LAUNCHES = "contracts::test_codes_are_a_cache", "norm_act::test_which_launches_make_the_codes"
 # way -> file -> the tests that concern it
 WAYS = {
     "interpreter": {
         "kernels/scaling.py": interpreted("quantize", "act"),
-        "kernels/produce.py": interpreted("produce", "act", "norm"),
+        "kernels/produce.py": interpreted("produce", "act", "norm", CACHE),
         "kernels/matmul.py": interpreted("split_k", "matmul", "epilogue"),
         "kernels/split_k.py": interpreted("split_k"),
         "kernels/epilogue.py": interpreted("epilogue", "matmul"),
@@ -92,8 +94,8 @@ WAYS = {
         "kernels/quantize_groups.py": interpreted("quantize", "column_sums"),
         "kernels/quantize_lines.py": interpreted("quantize", "column_sums"),
         "kernels/column_sums.py": interpreted("column_sums"),
-        "kernels/norm_quantize.py": interpreted("norm"),
-        "kernels/act_quantize.py": interpreted("act"),
+        "kernels/norm_quantize.py": interpreted("norm", LAUNCHES, CACHE),
+        "kernels/act_quantize.py": interpreted("act", LAUNCHES, CACHE),
         "kernels/matmul_grouped.py": interpreted("grouped"),
         "kernels/quantize_experts.py": interpreted("grouped"),
         "kernels/expert_rows.py": interpreted("grouped"),
@@ -114,9 +116,7 @@ WAYS = {
             "bits_of_an_h100 or parts_are_exact or flattened",
         ),
         "kernels/epilogue.py": on_card("alone or saturation_begins or nan_and_inf or activations_of", "epilogue"),
-        "kernels/tile.py": on_card(
-            "visited_once or pieces_are or number_of_programs or an_offset", "tile", "matmul"
-        ),
+        "kernels/tile.py": on_card("visited_once or pieces_are or number_of_programs or an_offset", "tile", "matmul"),
         "kernels/rounding.py": Suite((*OF_GROUPS[:2], *OF_TENSORS[2:]), "twin"),
         "kernels/quantize.py": Suite(OF_TENSORS, "twin"),
         "kernels/quantize_groups.py": Suite(OF_GROUPS, "twin"),
