@@ -79,7 +79,7 @@ def assert_calls_as_twins(x: torch.Tensor, how: Cast, start) -> Slot:
     what = how, tuple(x.shape), x.dtype
     for run, its_twin in ((cast_transpose, twin_of_both), (quantize, twin)):
         ours, its = start(), start()
-        with np.errstate(over="ignore"):  # x * s may overflow FP32: the kernel saturates it
+        with np.errstate(over="ignore", invalid="ignore"):  # x * s may overflow FP32, and is saturated; Inf - Inf
             found, wanted = run(x, how, ours), its_twin(x, how, its)
         pairs = zip(found, wanted, strict=True) if isinstance(wanted[0], Operand) else [(found, wanted)]
         for mine, twins in pairs:
@@ -184,37 +184,25 @@ def test_any_strides(rows_cols):
         assert_as_twin(view, cast_of(E4M3, *rows_cols))
 
 
-@pytest.mark.parametrize(("source", "dtype"), list(zip(SOURCES, (E4M3, E5M2, E4M3), strict=True)))
-@pytest.mark.parametrize("amax_over_predicted", [0.25, 1.0, 1 + 2.0**-7, 16.0])
-def test_a_prediction_holds_or_is_replaced_in_the_same_call(source, dtype, amax_over_predicted):
-    x = some(40, 170, source).clamp(-16.0, 16.0)
+# Of a factor that takes the amax to MAX exactly: recasts.  4 ulps above are the rounding of the factor itself, 2^-22.
+OVER = {0.25: 0, 1.0: 0, 1 + 4 * 2.0**-19 / 28: 0, 1 + 5 * 2.0**-19 / 28: 1, 1 + 2.0**-7: 1, 16.0: 1}
+
+
+@pytest.mark.few(8)
+@pytest.mark.parametrize("over", OVER)
+@pytest.mark.parametrize("dtype", FP8)
+@pytest.mark.parametrize("bad", [False, True], ids=["finite", "not finite"])
+def test_a_prediction_holds_up_to_its_own_rounding_or_is_replaced_in_the_same_call(bad, dtype, over):
+    x = some(40, 170, SOURCES[bad + (dtype == E5M2)]).clamp(-16.0, 16.0)
     x[0, 0] = -16.0
-    predicted = MAX[dtype] / 16.0 * amax_over_predicted
+    if bad:
+        x[1, :3] = torch.tensor([INF, NAN, -INF])
+    predicted = MAX[dtype] / 16.0 * over  # 28 or 3584, whose ulps are 2^-19 / 28 of them
     for view in (x, x.t()):
         ours = assert_as_twin(view, cast_of(dtype, -1, -1, delayed=True), lambda: slot(predicted))
-        recasts = ours.counts_CS[COUNTERS.index("recasts"), INDEX]
-        assert recasts == (amax_over_predicted > 1)
-        assert ours.counts_CS[COUNTERS.index("saturated"), INDEX] >= recasts
+        assert ours.counts_CS[COUNTERS.index("recasts"), INDEX] == OVER[over]
         # The prediction is the next step's business.
-        assert ours.live_2S[:, INDEX].tolist() == [16.0, predicted]
-
-
-@pytest.mark.parametrize(("ulps", "recast"), [(1, 0), (3, 0), (4, 0), (5, 1), (6, 1)])
-def test_a_scale_s_own_rounding_is_not_saturation(ulps, recast):
-    # 28 = 448 / 16, whose ulp times 16 is one ulp of 448: 448 (1 + 2^-22) lies 3.5 of them above 448, in FP32 4.
-    predicted = 28.0 + ulps * 2.0**-19
-    ours = assert_as_twin(torch.tensor([[16.0, 1.0]]), cast_of(E4M3, -1, -1, delayed=True), lambda: slot(predicted))
-    assert ours.counts_CS[COUNTERS.index("recasts"), INDEX] == recast
-
-
-def test_what_is_not_finite_never_causes_a_recast_and_one_that_is_needed_happens_beside_it():
-    x = some(40, 170, torch.bfloat16)
-    x[0, :3] = torch.tensor([INF, NAN, -INF])
-    for over, recast in ((0.5, 0), (8.0, 1)):
-        predicted = float(MAX[E5M2] / x[x.isfinite()].abs().max()) * over
-        ours = assert_as_twin(x, cast_of(E5M2, -1, -1, delayed=True), lambda predicted=predicted: slot(predicted))
-        assert ours.counts_CS[COUNTERS.index("recasts"), INDEX] == recast
-        assert ours.live_2S[0, INDEX] == -1
+        assert ours.live_2S[:, INDEX].tolist() == [-1.0 if bad else 16.0, np.float32(predicted)]
 
 
 @pytest.mark.parametrize("how", [cast_of(E4M3, *g) for g in GROUPS[:4]], ids=str)
@@ -260,8 +248,8 @@ def test_rows_wider_than_a_program_holds(monkeypatch):
     "how", [cast_of(E4M3, *g) for g in GROUPS[:4]] + [cast_of(E5M2, -1, -1, delayed=True)], ids=str
 )
 def test_the_result_does_not_depend_on_the_number_of_programs(how, monkeypatch):
-    x = some(280, 270, torch.bfloat16)  # three tiles a program and more
-    x[1, 2], x[200, 3] = math.inf, math.nan  # counted by programs that go on to other tiles
+    x = some(200, 140, torch.bfloat16)  # several tiles a program
+    x[1, 2], x[199, 3] = math.inf, math.nan  # counted by programs that go on to other tiles
     results = []
     for processors in (1, 64):  # 64: a tile each
         for module in (kernel, groups):
