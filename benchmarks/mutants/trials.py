@@ -41,7 +41,7 @@ def on_card(chosen: str, *names: str) -> Suite:
     return Suite((*(f"{ON_CARD}/test_interpreted_{name}.py" for name in names), PLANTED), chosen)
 
 
-SCALES = "every_granularity or whole_tile or passes_fp32 or at_the_ends or second_call or single_element"
+SCALES = "every_granularity or whole_tile or passes_fp32 or at_the_ends or second_call or one_that_one_program_sees"
 STORES = (
     "nothing_predicted or without_a_slot or group_that_begins or several_tiles or not_finite "
     "or own_rounding or rows_beyond or nothing_gives"

@@ -146,7 +146,7 @@ SOME = [((3, 5), INF), ((3, 6), -INF), ((129, 139), NAN)]
 BAD = {
     "some in E4M3": (E4M3, SOME),
     "some in E5M2": (E5M2, SOME),
-    "one, whose program alone sees it": (E4M3, [((129, 139), INF)]),
+    "one_that_one_program_sees": (E4M3, [((129, 139), INF)]),
     "all are NaN": (E5M2, [((...,), NAN)]),
     "all are -Inf": (E4M3, [((...,), -INF)]),
 }
