@@ -16,6 +16,7 @@ What is stored is exact: the FP32 result rounded once to x's dtype, and codes, s
 `quantize` makes of that.
 """
 
+import itertools
 import math
 
 import numpy as np
@@ -293,6 +294,16 @@ def test_no_group_lies_across_the_gradients_of_a_gate_and_of_what_it_gates():
     for n, codes in ((128, True), (70, False)):
         x, dy = numbers(3, 2 * n, torch.bfloat16, 1), numbers(3, n, torch.bfloat16, 2)
         assert (act_quantize_backward(dy, x, "swiglu", way(*form))[1] is not None) == codes
+
+
+def test_a_slot_may_only_count_or_only_record():
+    x = numbers(5, 70, torch.float32, 1)
+    for count, record in itertools.product((False, True), repeat=2):
+        for form in WAYS:
+            to, fresh = way(*form), way(*form)
+            if form[-1] is not None:
+                to, fresh = (s._replace(slot=s.slot._replace(count=count, record=record)) for s in (to, fresh))
+                assert_stored(act_quantize(x, "silu", to), to, fresh, made_by_kernel(form))
 
 
 @pytest.mark.parametrize("n", [kernel.WIDEST_ROW, kernel.WIDEST_ROW + 1])
