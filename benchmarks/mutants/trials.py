@@ -78,12 +78,13 @@ OF_ACTIVATIONS = emulated(
     "a_gate_and_an_up_that_are_two_matrices[clamped_swiglu]",
 )
 OF_EPILOGUES = emulated("gluon", "every_epilogue_is_the_twins", "nan_in_a_row_stays_in_it")
-CACHE, LAUNCHES = "contracts::test_codes_are_a_cache", "norm_act::test_which_launches_make_the_codes"
+LAUNCHES = "norm_act::test_which_launches_make_the_codes"
+NOTHING = "contracts::test_nothing_gives_what_the_twin_gives"
 # way -> file -> the tests that concern it
 WAYS = {
     "interpreter": {
         "kernels/scaling.py": interpreted("quantize", "act"),
-        "kernels/produce.py": interpreted("produce", "act", "norm", CACHE),
+        "kernels/produce.py": interpreted("produce", LAUNCHES, "act", "norm", NOTHING),
         "kernels/matmul.py": interpreted("split_k", "matmul", "epilogue"),
         "kernels/split_k.py": interpreted("split_k"),
         "kernels/epilogue.py": interpreted("epilogue", "matmul"),
@@ -94,8 +95,8 @@ WAYS = {
         "kernels/quantize_groups.py": interpreted("quantize", "column_sums"),
         "kernels/quantize_lines.py": interpreted("quantize", "column_sums"),
         "kernels/column_sums.py": interpreted("column_sums"),
-        "kernels/norm_quantize.py": interpreted("norm", LAUNCHES, CACHE),
-        "kernels/act_quantize.py": interpreted("act", LAUNCHES, CACHE),
+        "kernels/norm_quantize.py": interpreted("norm", LAUNCHES),
+        "kernels/act_quantize.py": interpreted("act", LAUNCHES),
         "kernels/matmul_grouped.py": interpreted("grouped"),
         "kernels/quantize_experts.py": interpreted("grouped"),
         "kernels/expert_rows.py": interpreted("grouped"),
