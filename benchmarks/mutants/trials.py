@@ -32,7 +32,8 @@ class Suite(NamedTuple):
 def interpreted(*names: str) -> Suite:
     """In the interpreter, without 30 s of 2 GiB, and without what hypothesis draws and then makes smaller for long."""
     drawn = "not any_shape and not any_value and not casts_of_what_was and not ragged_edges and not beyond_2_gib"
-    return Suite(tuple(f"tests/interpreted/test_interpreted_{name}.py" for name in names), drawn)
+    files = (name.partition("::") for name in names)
+    return Suite(tuple(f"tests/interpreted/test_interpreted_{name}.py{''.join(case)}" for name, *case in files), drawn)
 
 
 def on_card(chosen: str, *names: str) -> Suite:
@@ -40,7 +41,7 @@ def on_card(chosen: str, *names: str) -> Suite:
     return Suite((*(f"{ON_CARD}/test_interpreted_{name}.py" for name in names), PLANTED), chosen)
 
 
-SCALES = "every_granularity or whole_tile or passes_fp32 or at_the_ends or second_call or single_element"
+SCALES = "every_granularity or whole_tile or passes_fp32 or at_the_ends or second_call or one_that_one_program_sees"
 STORES = (
     "nothing_predicted or without_a_slot or group_that_begins or several_tiles or not_finite "
     "or own_rounding or rows_beyond or nothing_gives"
@@ -77,23 +78,24 @@ OF_ACTIVATIONS = emulated(
     "a_gate_and_an_up_that_are_two_matrices[clamped_swiglu]",
 )
 OF_EPILOGUES = emulated("gluon", "every_epilogue_is_the_twins", "nan_in_a_row_stays_in_it")
+LAUNCHES = "norm_act::test_which_launches_make_the_codes"
 # way -> file -> the tests that concern it
 WAYS = {
     "interpreter": {
-        "kernels/scaling.py": interpreted("quantize", "act", "cast_transpose"),
-        "kernels/produce.py": interpreted("produce", "act", "norm"),
-        "kernels/matmul.py": interpreted("split_k", "matmul_fp8", "matmul_block", "matmul_fp16", "epilogue"),
+        "kernels/scaling.py": interpreted("quantize", "act"),
+        "kernels/produce.py": interpreted("produce", LAUNCHES, "act", "norm"),
+        "kernels/matmul.py": interpreted("split_k", "matmul", "epilogue"),
         "kernels/split_k.py": interpreted("split_k"),
-        "kernels/epilogue.py": interpreted("epilogue", "matmul_fp8"),
+        "kernels/epilogue.py": interpreted("epilogue", "matmul"),
         "kernels/activations.py": interpreted("epilogue", "act"),
-        "kernels/tile.py": interpreted("tile", "epilogue", "matmul_fp8", "matmul_fp16", "split_k"),
+        "kernels/tile.py": interpreted("tile", "epilogue", "matmul", "split_k"),
         "kernels/rounding.py": interpreted("rounding", "quantize"),
-        "kernels/quantize.py": interpreted("column_sums", "quantize", "cast_transpose"),
-        "kernels/quantize_groups.py": interpreted("quantize", "cast_transpose", "column_sums"),
-        "kernels/quantize_lines.py": interpreted("quantize", "cast_transpose", "column_sums"),
+        "kernels/quantize.py": interpreted("column_sums", "quantize"),
+        "kernels/quantize_groups.py": interpreted("quantize", "column_sums"),
+        "kernels/quantize_lines.py": interpreted("quantize", "column_sums"),
         "kernels/column_sums.py": interpreted("column_sums"),
-        "kernels/norm_quantize.py": interpreted("norm"),
-        "kernels/act_quantize.py": interpreted("act"),
+        "kernels/norm_quantize.py": interpreted("norm", LAUNCHES),
+        "kernels/act_quantize.py": interpreted("act", LAUNCHES),
         "kernels/matmul_grouped.py": interpreted("grouped"),
         "kernels/quantize_experts.py": interpreted("grouped"),
         "kernels/expert_rows.py": interpreted("grouped"),
@@ -114,9 +116,7 @@ WAYS = {
             "bits_of_an_h100 or parts_are_exact or flattened",
         ),
         "kernels/epilogue.py": on_card("alone or saturation_begins or nan_and_inf or activations_of", "epilogue"),
-        "kernels/tile.py": on_card(
-            "visited_once or pieces_are or number_of_programs or an_offset", "tile", "matmul_fp8"
-        ),
+        "kernels/tile.py": on_card("visited_once or pieces_are or number_of_programs or an_offset", "tile", "matmul"),
         "kernels/rounding.py": Suite((*OF_GROUPS[:2], *OF_TENSORS[2:]), "twin"),
         "kernels/quantize.py": Suite(OF_TENSORS, "twin"),
         "kernels/quantize_groups.py": Suite(OF_GROUPS, "twin"),

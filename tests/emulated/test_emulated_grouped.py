@@ -6,8 +6,13 @@ What lies behind an expert's rows, behind the last expert's and behind a matrix 
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 import torch
+from casts import E4M3, E5M2, cast_of
+from emulator.card import emulated
+from emulator.launch import Done, Launch
 from experts import run, uneven
 from support import sqnr
 
@@ -17,12 +22,11 @@ from fp8engine.kernels import quantize_experts
 from fp8engine.kernels.matmul_grouped import Result, grouped_rows, grouped_sums
 from fp8engine.kernels.tuning import Config, table
 from fp8engine.nn.grouped import GroupedLinear
+from fp8engine.ops import triton_backend
 from fp8engine.ops.reference import Operand, Slot
 from fp8engine.ops.reference import grouped as twin
 from fp8engine.ops.reference.operand import COUNTERS
-from tests.helpers.casts import cast_of
 
-E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 K = 272  # two blocks of 128 and one of 16
 MANY = [17] * 64
 DIVISIONS = {
@@ -248,3 +252,25 @@ def test_a_layers_step_is_that_of_its_emulation(recipe: str, card):
     # order.
     assert all(sqnr(want, found) > 50 for found, want in zip(results[0][0], results[1][0], strict=True))
     assert results[0][1] == results[1][1]
+
+
+LAUNCHES = {"current": 12, "delayed": 12, "rowwise": 12, "blockwise": 9}  # 54, 54, 116 and 83 before, for 16 experts
+
+
+@pytest.mark.few(3)
+@pytest.mark.slow
+@pytest.mark.parametrize("experts", [2, 16])
+@pytest.mark.parametrize("recipe", LAUNCHES)
+def test_a_step_has_as_many_launches_for_any_number_of_experts(recipe: str, experts: int, monkeypatch):
+    monkeypatch.setattr(triton_backend, "no_card", lambda where, oldest=None: None)
+    monkeypatch.setattr(Launch, "run", lambda self, seed: Done("", 0, 0, 0))
+    layer = GroupedLinear(experts, 128, 128, recipe=recipe)
+    x = torch.randn(17 * experts, 128, requires_grad=True)
+    with fe.backend("triton"), emulated() as there, mock.patch.object(twin, "parts_of", _waited):
+        y = layer(x, torch.full((experts,), 17))
+        y.backward(torch.ones_like(y))
+    assert len(there.done) == LAUNCHES[recipe]
+
+
+def _waited(bounds):
+    raise AssertionError("the host read where the rows of experts lie")

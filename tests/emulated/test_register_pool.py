@@ -6,7 +6,6 @@ from emulator.device_memory import Allocation
 from emulator.faults import Deadlock, Fault
 from emulator.launch import Launch
 from emulator.reader import read
-from emulator.register_pool import RegisterPool
 from emulator.scheduler import prepare
 from ptx import text
 
@@ -52,11 +51,3 @@ def test_more_than_the_others_leave_is_a_deadlock(seed: int | None):
 def test_what_has_no_defined_effect_is_refused(leaves: int, takes: int, most: int, words: str):
     with pytest.raises(Fault, match=words):
         launch(leaves, takes, None, most)
-
-
-def test_a_warp_is_served_as_soon_as_there_is_enough_for_it():
-    pool, two = RegisterPool(64, 128), np.arange(2)
-    assert not pool.serves(two, 96)
-    pool.give(np.array([3]), 32)
-    assert pool.take(two, 96).tolist() == [0]
-    assert pool.held.tolist() == [96, 64, 64, 32]

@@ -8,8 +8,6 @@ bit for bit, statistics included.  The other activations are compared in float64
 """
 
 import itertools
-from collections.abc import Callable
-from typing import NamedTuple
 
 import hypothesis.extra.numpy as arrays
 import numpy as np
@@ -21,10 +19,10 @@ from activations import PLAIN, size
 from casts import E4M3, E5M2, FP8, MAX
 from hypothesis import given
 from hypothesis import strategies as st
+from interpreted.test_interpreted_matmul import multiply, of_each
 
 from fp8engine.kernels import epilogue as kernel
 from fp8engine.kernels.launch import parts, triton_dtype
-from fp8engine.kernels.matmul import matmul_fp8, matmul_fp16
 from fp8engine.kernels.tuning import Config
 from fp8engine.ops.reference import Epilogue, Operand, finish
 from fp8engine.ops.reference.epilogue import KINDS
@@ -38,35 +36,15 @@ CONFIGS = [
 ]
 
 
-class Matmul(NamedTuple):
-    """One of the three launchers, given codes under a scale of one."""
+def run(kind: str, a: torch.Tensor, b: torch.Tensor, *end) -> torch.Tensor:
+    """A matmul of these values as codes, or in FP16, under scales of one."""
 
-    name: str
-    run: Callable[[torch.Tensor, torch.Tensor, Epilogue, Config], torch.Tensor]
+    def given(x: torch.Tensor, rows: int) -> Operand:
+        if kind != "block":
+            return Operand(x.half() if kind == "fp16" else x.to(E4M3), torch.ones(()))
+        return Operand(x.to(E4M3), torch.ones(-(-x.shape[0] // rows), -(-x.shape[1] // 128)), rows, 128)
 
-    def __str__(self) -> str:
-        return self.name
-
-
-def _fp8(a, b, epilogue, config, promoted=False):
-    one = torch.ones(())
-    return matmul_fp8(Operand(a.to(E4M3), one), Operand(b.to(E4M3), one), epilogue, promoted, config)
-
-
-def _block(a, b, epilogue, config):
-    first, second = (
-        Operand(x.to(E4M3), torch.ones(-(-x.shape[0] // rows), -(-x.shape[1] // 128)), rows, 128)
-        for x, rows in ((a, 1), (b, 128))
-    )
-    return matmul_fp8(first, second, epilogue, config=config)
-
-
-MATMULS = [
-    Matmul("fp8", _fp8),
-    Matmul("fp8 promoted", lambda *given: _fp8(*given, promoted=True)),
-    Matmul("fp16", lambda a, b, *given: matmul_fp16(a.half(), b.half(), *given)),
-    Matmul("block", _block),
-]
+    return multiply(kind, given(a, 1), given(b, 128), *end)
 
 
 @triton.jit
@@ -129,10 +107,10 @@ def integers(m: int, n: int, k: int = 80) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @pytest.mark.few(18)
-@pytest.mark.parametrize("matmul", MATMULS, ids=str)
+@of_each
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
 @pytest.mark.parametrize("out", OUTPUTS)
-def test_result_and_statistics_of_every_matmul_are_the_twin_s(matmul, config, out):
+def test_result_and_statistics_of_every_matmul_are_the_twin_s(kind, config, out):
     for (m, n), activation, bias in zip(
         ((70, 136), (33, 67)), ("none", "relu"), (torch.float32, torch.bfloat16), strict=True
     ):
@@ -143,20 +121,20 @@ def test_result_and_statistics_of_every_matmul_are_the_twin_s(matmul, config, ou
         b[:, 0] = b[:, 0].to(E4M3).float()
         bias_N = (-8.0 * b[:, 0] + torch.randint(-99, 100, (n,))).to(bias)
         epilogue = Epilogue(bias_N, out, activation, scale_for(out), **statistics())
-        y_MN = matmul.run(a, b, epilogue, config)
+        y_MN = run(kind, a, b, epilogue, config)
         assert_same_as_twin(y_MN, epilogue, (a.double() @ b.double().t()).float())
 
 
 @pytest.mark.few(8)
-@pytest.mark.parametrize("matmul", MATMULS, ids=str)
+@of_each
 @pytest.mark.parametrize("activation", SMOOTH)
-def test_activations_of_every_matmul(matmul, activation):
+def test_activations_of_every_matmul(kind, activation):
     for out, config in itertools.product((torch.float32, E4M3), CONFIGS):
         a, b = integers(40, 72)
         a, b = a / 16, b / 8  # sums around 10: through the bend of every activation, and far to both sides
         bias_N = torch.randint(-8, 9, (72,)) / 4
         epilogue = Epilogue(bias_N, out, activation, scale_for(out, 2.0**-7), **statistics())
-        y_MN = matmul.run(a, b, epilogue, config)
+        y_MN = run(kind, a, b, epilogue, config)
         x = a.double() @ b.double().t() + bias_N
         wanted, error = PLAIN[activation](x), 16 * 2.0**-24 * size(x, activation)
         limit = MAX[out] * 2.0**-7 if out in FP8 else float("inf")
@@ -172,31 +150,31 @@ def test_activations_of_every_matmul(matmul, activation):
         assert ((y_MN.double() - wanted).abs() <= error).all()
 
 
-@pytest.mark.parametrize("matmul", MATMULS, ids=str)
+@of_each
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
-def test_a_result_is_added_to_what_its_memory_holds(matmul, config):
+def test_a_result_is_added_to_what_its_memory_holds(kind, config):
     for m, n in ((70, 136), (33, 67), (1, 1)):
         a, b = integers(m, n)
         into, sums = torch.randint(-99, 99, (m, n)).float(), (a.double() @ b.double().t()).float()
         twin = finish(sums.clone(), Epilogue(None, torch.float32, "relu", **statistics(), into=into.clone()))
         ends = [Epilogue(None, torch.float32, "relu", **statistics(), into=into)]
-        assert matmul.run(a, b, ends[0], config) is into
+        assert run(kind, a, b, ends[0], config) is into
         assert torch.equal(into, twin)
         plain = twin.clone()
-        matmul.run(a, b, Epilogue(None, torch.float32, into=plain), config)
+        run(kind, a, b, Epilogue(None, torch.float32, into=plain), config)
         assert torch.equal(plain, twin + sums)
 
 
-@pytest.mark.parametrize("matmul", MATMULS, ids=str)
-def test_what_lies_beyond_the_matrix_is_not_counted(matmul):
+@of_each
+def test_what_lies_beyond_the_matrix_is_not_counted(kind):
     # Beyond M the rows hold the bias alone, here larger than every result, then Inf; beyond N scale by Inf makes NaN.
     for config in CONFIGS:
         a, b = torch.ones(5, 16), torch.full((9, 16), -8.0)
         epilogue = Epilogue(torch.full((9,), 129.0), E4M3, "none", torch.tensor(0.25), **statistics())
-        assert (matmul.run(a, b, epilogue, config).float() == 4).all()
+        assert (run(kind, a, b, epilogue, config).float() == 4).all()
         assert (epilogue.amax.item(), epilogue.counts.tolist()) == (1.0, [5, 7])
         epilogue = Epilogue(torch.full((9,), float("inf")), E5M2, "none", torch.tensor(0.25), **statistics())
-        assert matmul.run(a, b, epilogue, config).float().isinf().all()
+        assert run(kind, a, b, epilogue, config).float().isinf().all()
         assert (epilogue.amax.item(), epilogue.counts.tolist()) == (0.125, [5, 7 + 45])
 
 
@@ -206,26 +184,26 @@ def test_an_infinite_scale_is_counted_once_an_element():
         a, b = Operand(torch.ones(5, 16).to(E4M3), infinite), Operand(torch.ones(9, 16).to(E4M3), one)
         epilogue = Epilogue(None, torch.float32, **statistics())
         with np.errstate(invalid="ignore"):  # Inf by the zeros beyond M and N
-            assert matmul_fp8(a, b, epilogue, False, config).isinf().all()
+            assert multiply("fp8", a, b, epilogue, config).isinf().all()
         assert (epilogue.amax.item(), epilogue.counts.tolist()) == (0.125, [5, 7 + 45])
 
 
-@pytest.mark.parametrize("matmul", MATMULS, ids=str)
-def test_one_statistic_may_be_asked_for_alone(matmul):
+@of_each
+def test_one_statistic_may_be_asked_for_alone(kind):
     a, b = torch.ones(40, 16), torch.full((72, 16), 64.0)
     epilogue = Epilogue(None, E4M3, scale=torch.tensor(1.0), **statistics())
     for left_out in ("amax", "counts"):
-        matmul.run(a, b, epilogue._replace(**{left_out: None}), CONFIGS[1])
+        run(kind, a, b, epilogue._replace(**{left_out: None}), CONFIGS[1])
     assert (epilogue.amax.item(), epilogue.counts.tolist()) == (1024.0, [5 + 40 * 72, 7])
 
 
-@pytest.mark.parametrize("matmul", MATMULS, ids=str)
-def test_a_single_extreme_is_found_wherever_it_is(matmul):
+@of_each
+def test_a_single_extreme_is_found_wherever_it_is(kind):
     for (row, column), config in itertools.product(((0, 0), (3, 66), (39, 17), (37, 33), (39, 71)), CONFIGS[1:]):
         a, b = torch.zeros(40, 16), torch.zeros(72, 16)
         a[row, 3], b[column, 3] = -448.0, 2.0
         epilogue = Epilogue(None, E4M3, scale=torch.tensor(1.0), **statistics())
-        y_MN = matmul.run(a, b, epilogue, config)
+        y_MN = run(kind, a, b, epilogue, config)
         assert y_MN[row, column].item() == -448
         assert (epilogue.amax.item(), epilogue.counts.tolist()) == (896.0, [6, 7])
 

@@ -128,20 +128,6 @@ def test_fe_matmul_of_any_two_granularities(first, second):
     assert ((found - wanted).abs() <= 2 * 204 * 2.0**-24 * sums).all()
 
 
-@pytest.mark.parametrize("turned", [(False, True), (True, False), (True, True)], ids=str)
-def test_operands_that_do_not_lie_along_k_are_laid_so(turned):
-    a, b = operand(48, 64, 1, -1), operand(32, 64, 1, -1)
-    wanted = reference.matmul_fp8(a, b, None, torch.float32, exact=True)
-    pair = [
-        each._replace(data=each.data.t().contiguous().t()) if turn else each
-        for each, turn in zip((a, b), turned, strict=True)
-    ]
-    with fe.backend("triton"):
-        found = matmul.matmul(*pair, None, torch.float32)
-        assert torch.equal(found, matmul.matmul(a, b, None, torch.float32))
-    assert torch.allclose(found, wanted, rtol=1e-4, atol=1e-4)
-
-
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("layout", [*itertools.product([False, True], repeat=2)], ids=str)
 def test_16_bit_gradients_in_every_layout(layout, dtype):

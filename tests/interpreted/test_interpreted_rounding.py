@@ -125,14 +125,6 @@ def test_zeros_keep_their_sign_and_what_is_not_finite_stays_so(dtype, route):
         assert np.isnan(read[4:6]).all() == (dtype == E4M3)
 
 
-@pytest.mark.parametrize("dtype", FP8)
-def test_a_finite_value_saturates_even_where_its_product_overflows_fp32(dtype, route):
-    x = torch.tensor([1e10, -1e10, 3.4e38, -500000.0])
-    y = scaled(x, 3e38)
-    assert y.isinf().all()
-    assert_same(values(cast(y, x, dtype)), np.array([1, -1, 1, -1]) * MAX[dtype])
-
-
 @given(FLOATS, st.floats(2.0**-126, 2.0**127, width=32), st.sampled_from(FP8))
 def test_any_fp32_value_under_any_scale(x, s, dtype):
     assert_cast(torch.from_numpy(x.copy()), s, dtype)
@@ -151,14 +143,6 @@ def test_the_grid_is_ml_dtypes_own(dtype):
         y = padded(x.nan_to_num(0.0).clamp(-MAX[dtype], MAX[dtype]))
         nearest = y.numpy().astype(NUMPY[dtype]).astype(np.float32)
         assert_same(on_grid(y, dtype).view(np.uint32), nearest.view(np.uint32), "FP32 bits: the sign of zero counts")
-
-
-@pytest.mark.parametrize("dtype", FP8)
-def test_a_value_on_the_grid_stays_where_it_is(dtype):
-    codes = every_code(dtype)
-    codes = codes[codes.float().isfinite()]
-    y = padded(codes.float())
-    assert_same(on_grid(y, dtype).view(np.uint32), y.numpy().view(np.uint32))
 
 
 @pytest.mark.parametrize("dtype", FP8)

@@ -6,7 +6,6 @@ Every comparison is of bits, so that NaN, the sign of zero and entries that are 
 from typing import NamedTuple
 
 import numpy as np
-import pytest
 import torch
 from casts import MAX
 from hypothesis import example, given
@@ -121,48 +120,6 @@ def test_slots_that_did_not_run_keep_every_bit():
     assert_bits(tables.live[1, still], before.live[1, still], "factor")
     assert (tables.live[0] == -1).all()
     assert_as_twins(tables, before)
-
-
-def test_a_slot_without_a_numerator_has_a_history_and_keeps_its_factor():
-    tables = Tables(
-        torch.zeros(2, 3), torch.tensor([[4.0] * 3, [7.0] * 3]), torch.tensor([[0.0] * 3, [2.0] * 3, [1.0] * 3])
-    )
-    update(tables)
-    assert tables.history.tolist() == [[4.0] * 3, [0.0] * 3]
-    assert tables.live.tolist() == [[-1.0] * 3, [7.0] * 3]
-
-
-@pytest.mark.parametrize("maximum", MAX.values())
-def test_ten_thousand_quotients_in_one_launch_are_correctly_rounded(maximum):
-    slots = 10_000
-    amax = torch.rand(slots, generator=torch.Generator().manual_seed(1)) + 1
-    tables = Tables(torch.zeros(2, slots), torch.stack([amax, torch.zeros(slots)]), torch.full((3, slots), maximum))
-    tables.rules[1], tables.rules[2] = 2.0, torch.arange(slots) % 2
-    update(tables)
-    s = np.float32(maximum) / amax.numpy()
-    s[1::2] = np.ldexp(np.float32(0.5), np.frexp(s[1::2])[1])
-    assert_bits(tables.live[1], torch.from_numpy(s), "factor")
-    assert_bits(tables.history[0], amax, "history")
-
-
-def test_what_overflows_is_the_largest_finite_and_what_is_unknown_zero():
-    amax = torch.tensor([2.0**-149, 2.0**-149, 0.0, INF])
-    rules = torch.tensor([[448.0] * 4, [1.0] * 4, [0.0, 1.0, 0.0, 0.0]])
-    tables = Tables(torch.ones(1, 4), torch.stack([amax, torch.full((4,), 5.0)]), rules)
-    update(tables)
-    assert tables.live[1].tolist() == [FP32_MAX, 2.0**127, 0.0, 0.0]
-
-
-def test_a_window_forgets_step_by_step():
-    steps, window, rows = 80, 65, 70  # longer than a tile, and ends inside one
-    tables = Tables(torch.zeros(rows, 1), torch.zeros(2, 1), torch.tensor([[448.0], [float(window)], [0.0]]))
-    amaxes = [float(1 + (37 * step) % 101) for step in range(steps)]
-    for step, amax in enumerate(amaxes):
-        tables.live[0, 0] = amax
-        update(tables)
-        largest = max(amaxes[max(0, step + 1 - window) : step + 1])
-        assert tables.live[1].item() == (np.float32(448) / np.float32(largest)).item()
-    assert tables.history[:, 0].tolist() == amaxes[: -rows - 1 : -1]
 
 
 def test_all_reads_of_a_tile_come_before_its_barrier_and_all_writes_after(monkeypatch):
