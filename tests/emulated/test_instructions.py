@@ -248,22 +248,50 @@ def test_an_unknown_instruction_is_an_error_that_names_it(text: str):
 
 QUALIFIERS = {
     "ld.relaxed.gpu.global.b32 %r1, [%rd0];": "relaxed of ld",
+    "ld.global.nc.b32 %r1, [%rd0];": "nc of ld",
     "ld.global.v8.b32 %r1, [%rd0];": "v8 of ld",
+    "ld.volatile.shared.b32 %r1, [0];": "volatile of ld",
+    "st.global.release.b32 [%rd0], %r1;": "release of st",
     "add.sat.s32 %r1, %r2, %r3;": "sat of add",
+    "add.cc.s32 %r1, %r2, %r3;": "cc of add",
     "add.f64 %rd1, %rd2, %rd3;": "f64 of add",
+    "max.NaN.f32 %r1, %r2, %r3;": "NaN of max",
     "fma.rz.f32 %r1, %r2, %r3, %r4;": "rz of fma",
+    "fma.rn.relu.f32 %r1, %r2, %r3, %r4;": "relu of fma",
+    "mul.rn.sat.f32 %r1, %r2, %r3;": "sat of mul",
+    "mad.lo.sat.s32 %r1, %r2, %r3, %r4;": "sat of mad",
+    "ex2.f32 %r1, %r2;": "f32 of ex2",
     "setp.eq.and.s32 %p1, %r1, %r2, %p2;": "and of setp",
     "cvt.rz.bf16x2.f32 %r1, %r2, %r3;": "bf16x2 of cvt",
+    "cvt.rn.relu.bf16.f32 %rs1, %r2;": "relu of cvt",
+    "cvt.rn.f16x2.f32.rs %r1, %r2, %r3;": "rs of cvt",
+    "cvt.sat.u8.s32 %rs1, %r2;": "sat of cvt",
+    "shf.l.clamp.b32 %r1, %r2, %r3, 5;": "clamp of shf",
+    "prmt.b32.f4e %r1, %r2, %r3, %r4;": "f4e of prmt",
     "atom.global.gpu.acquire.add.u32 %r1, [%rd0], 1;": "acquire of atom",
+    "atom.global.cta.acq_rel.add.u32 %r1, [%rd0], 1;": "cta of atom",
     "atom.global.gpu.relaxed.cas.b32 %r1, [%rd0], 1, 2;": "cas of atom",
+    "red.global.gpu.relaxed.add.noftz.f16x2 [%rd0], 1;": "noftz of red",
+    "bar.red.popc.u32 %r1, 0, %p1;": "red of bar",
+    "mbarrier.try_wait.shared.b64 %p1, [0], %rd1;": "shared of mbarrier",
     "mbarrier.try_wait.parity.relaxed.cta.shared.b64 %p1, [0], 0;": "relaxed of mbarrier",
+    "mbarrier.arrive.noComplete.shared.b64 %rd1, [0], 1;": "noComplete of mbarrier",
     "mbarrier.arrive.b64 %rd1, [%rd0];": "b64 of mbarrier",
+    "fence.proxy.async.global;": "global of fence",
+    "fence.proxy.tensormap::generic.release.gpu;": "tensormap::generic of fence",
+    "fence.acq_rel;": "a shorter fence",
     "membar;": "a shorter membar",
-    "barrier.cluster.wait;": "cluster of barrier",
-    "mapa.u64 %rd1, %rd0, 1;": "mapa",
+    "barrier.cluster.wait.relaxed;": "relaxed of barrier",
+    "mapa.u64 %rd1, %rd0, 1;": "u64 of mapa",
     "cp.async.ca.shared.global.L2::cache_hint [0], [%rd0], 16, %rd1;": "L2::cache_hint of cp",
+    "cp.async.mbarrier.arrive.shared.b64 [0];": "mbarrier of cp",
+    "cp.async.wait_all;": "wait_all of cp",
     "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%rd0], [0], 16;": "reduce of cp",
+    "ldmatrix.sync.aligned.m16n16.x1.trans.shared.b8 {%r1, %r2}, [0];": "m16n16 of ldmatrix",
     "mma.sync.aligned.m16n8k16.row.col.f16.f16.f16.f16 {%r1}, {%r2}, {%r3}, {%r4};": "f16 of mma",
+    "wgmma.mma_async.sp.sync.aligned.m64n8k64.f32.e4m3.e4m3 {%r1}, %rd1, %rd2, %r3, 0, 1, 1, 1;": "sp of wgmma",
+    "redux.sync.min.abs.f32 %r1, %r2, -1;": "abs of redux",
+    "griddepcontrol.later;": "later of griddepcontrol",
     "lop3.b32 %r1, %r2, %r3, %r4, 0xc0;": "lop3",
 }
 
@@ -279,6 +307,13 @@ def test_an_unknown_qualifier_of_a_known_instruction_is_an_error_that_names_both
 def test_an_exchange_of_a_part_of_a_warp_is_an_error(text: str):
     with pytest.raises(UnknownInstruction, match="no rule for these operands"):
         run(text, [np.zeros(1, np.uint32)])
+
+
+def test_a_reduction_takes_its_mask_from_a_register():
+    x = np.arange(32, dtype=np.uint32)
+    assert (several("mov.b32 %r9, -1; redux.sync.add.s32 OUT, IN0, %r9;", [x], 4) == x.sum()).all()
+    with pytest.raises(Fault, match="redux of a part of a warp"):
+        several("mov.b32 %r9, 15; redux.sync.add.s32 OUT, IN0, %r9;", [x], 4)
 
 
 def test_every_rule_has_forms_and_every_form_a_rule():
