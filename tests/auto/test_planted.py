@@ -13,7 +13,7 @@ import torch
 from autos import controller, lines
 from support import converted, dequantised
 from torch import nn
-from troubled import FIXED, READS, K, M, N, Scene, db, short_of, typical
+from troubled import FIXED, READS, K, M, N, Scene, short_of, typical
 
 import fp8engine as fe
 from fp8engine.auto import Alarm
@@ -200,6 +200,11 @@ def test_at_the_peak_of_a_drift_auto_is_within_3_db():
     assert max(short[40:60]) <= 3
     for recipe in FIXED:
         assert max(short) <= max(planted.short(recipe)[1]) + 0.1, recipe
+
+
+def db(x: torch.Tensor, back: torch.Tensor) -> float:
+    """Median over rows of signal over noise, in dB."""
+    return 10 * math.log10(float((x.square().sum(1) / (x - back).square().sum(1)).median()))
 
 
 class Gated(nn.Module):

@@ -36,8 +36,8 @@ class Waits(TorchDispatchMode):
         source = args[0] if args else None
         if func is torch.ops.aten.copy_.default:
             to, source = args[0].device, args[1]
-        copies = func in (torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default) and to is not None
-        moved = copies and isinstance(source, torch.Tensor) and torch.device(to) != source.device
+        copies = func in (torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default)
+        moved = copies and to is not None and isinstance(source, torch.Tensor) and torch.device(to) != source.device
         if moved or func.overloadpacket.__name__ in WAITS:
             self.found.append(str(func))
         return func(*args, **kwargs)
