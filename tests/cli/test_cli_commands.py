@@ -37,6 +37,13 @@ def test_the_screen_and_json_tell_what_plan_found():
         assert part in text
 
 
+def test_a_misspelt_llama_is_told_the_known_ones(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    known = "known without a file: llama-3-8b, llama-3-70b, llama-3-405b"
+    refused(known, "plan", "llama-3-9b", "--ranks", 8, alone=False)
+    refused(known, "bench", "predict", "llama-3-9b", alone=False)
+
+
 def test_what_plan_refuses():
     refused("ranks=6 is not a multiple of tp=4", "plan", MODEL, "--ranks", 6, "--tp", 4)
     refused("did you mean 'rowwise'", "plan", MODEL, "--ranks", 4, "-r", "rowise")
