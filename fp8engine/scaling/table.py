@@ -96,14 +96,10 @@ class ScalingState:
         self.live_2S = torch.zeros(2, len(casts), dtype=torch.float32, device=device)
         self.live_2S[0] = -1.0
         self.counts_CS = torch.zeros(len(COUNTERS), len(casts), dtype=torch.int64, device=device)
-        self.saved_1 = torch.zeros(
-            1, dtype=torch.int64, device=device
-        )  # whether a save decides the next join: ranks.py
+        self.saved_1 = torch.zeros(1, dtype=torch.int64, device=device)  # whether a save decides the next join
         # How many gradients were cast when amaxes were entered last, -1 before: ops/scale_update.py.
         self.entered_1 = torch.full((1,), -1, dtype=torch.int64, device=device)
-        self.graphs_1 = torch.zeros(
-            1, dtype=torch.int64, device=device
-        )  # steps begun by graphs of their own: columns.py
+        self.graphs_1 = torch.zeros(1, dtype=torch.int64, device=device)  # steps begun by graphs alone: columns.py
         self.outputs.begin(device)
         self.reserve(layer for layer, (_, recipe) in enumerate(self.layers) if recipe.stored is not None)
         for layer, (_, recipe) in enumerate(self.layers):
