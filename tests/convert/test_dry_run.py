@@ -90,8 +90,8 @@ class AsksInside(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.inside, self.own = Model(nn.Linear(16, 16), nn.Linear(16, 16)), nn.Linear(16, 16)
-        self.inside.proj = nn.Linear(16, 16)  # pyright: ignore
+        self.inside: Any = nn.ModuleDict({"proj": nn.Linear(16, 16), "other": nn.Linear(16, 16)})
+        self.own = nn.Linear(16, 16)
 
     def forward(self, x, y):
         dtype = self.inside.proj.weight.dtype
