@@ -4,18 +4,32 @@
     casts to the dtype of a weight                      T5's MLP: with FP8 codes there, its cast would be to FP8
 
 A dry run has shapes and no numbers, so it costs a millisecond however large the layers are.  Code that takes more than
-one tensor, or looks at its data, tells nothing: the first forward will (bypassed.py).
+one tensor, or looks at its data, tells nothing: the first forward will (bypassed.py).  For a weight's dtype no forward
+does, before codes stand there: of such code the names are read (`_asked_in_code`).
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import nn
 
-from fp8engine.convert.twin import Mode, StandIn, adapted, is_linear, parts_of, plain_class, quiet, run, twin_of
+from fp8engine.convert.twin import (
+    Mode,
+    StandIn,
+    adapted,
+    codes_of,
+    dtypes_asked,
+    is_linear,
+    parts_of,
+    plain_class,
+    quiet,
+    run,
+    twin_of,
+)
 
 CODES = torch.float8_e4m3fn
 MOST_PARTS = 64  # of a module that is run: no whole models
@@ -32,7 +46,27 @@ def uncalled(model: nn.Module) -> dict[int, str]:
 def asked_for_dtype(model: nn.Module) -> dict[int, str]:
     """ids of layers for whose weight's dtype their parent's code asks -> why their weight cannot become FP8 codes."""
     why = "casts to the dtype of its weight, which codes would make FP8"  # or multiplies by it, in another mode
-    return {id(layer): f"{kind} {why}" for kind, layer, called, asks in _uses(model) if called and asks}
+    uses = list(_uses(model))
+    ran = {id(layer) for _, layer, _, _ in uses}
+    found = {id(layer): f"{kind} {why}" for kind, layer, called, asks in uses if called and asks}
+    return {id(layer): f"{kind} {why}" for kind, layer in _asked_in_code(model) if id(layer) not in ran} | found
+
+
+def _asked_in_code(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """(class of the module, layer) of linear layers for whose weight's dtype the module's code asks by their path.
+
+    SigLIP 2's embeddings write `self.patch_embedding.weight.dtype`, and take two tensors.
+    """
+    paths: dict[type, set[str]] = {}
+    for module in model.modules():
+        kind = plain_class(module)
+        if kind not in paths:
+            paths[kind] = {path for code in codes_of(module) for path in dtypes_asked(code)}
+        for path in paths[kind]:
+            with contextlib.suppress(AttributeError):  # an attribute of something else
+                layer = module.get_submodule(path)
+                if is_linear(layer):
+                    yield kind.__name__, adapted(layer)
 
 
 def _uses(model: nn.Module) -> Iterator[tuple[str, nn.Module, bool, bool]]:

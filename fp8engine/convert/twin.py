@@ -158,6 +158,17 @@ def _writes(code: CodeType) -> bool:
     return not KEEPERS.isdisjoint(code.co_names) or any(each.opname in STORES for each in dis.get_instructions(code))
 
 
+@functools.cache
+def dtypes_asked(code: CodeType) -> set[str]:
+    """Paths of the layers for whose weight's dtype the code asks: "mlp.wo" of `self.mlp.wo.weight.dtype`."""
+    found, chain = set(), []
+    for each in dis.get_instructions(code):
+        chain = [*chain, each.argval] if each.opname == "LOAD_ATTR" else []
+        if chain[-2:] == ["weight", "dtype"] and chain[:-2]:
+            found.add(".".join(chain[:-2]))
+    return found
+
+
 def is_linear(module: nn.Module) -> bool:
     """Whether this multiplies by a weight matrix of its own, not stored as codes, perhaps under an adapter of peft."""
     layer: Any = adapted(module)

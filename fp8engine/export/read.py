@@ -33,7 +33,10 @@ def load(path: str | os.PathLike, kind: Any = None, **options: Any) -> Any:
     written = read_config_file(folder)
     stored = parse(written)
     headers.fp8_layers(headers.read(headers.files_of(folder)), stored)
-    config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
+    known = (
+        getattr(kind, "config_class", None) or transformers.AutoConfig
+    )  # a part of Bark is of no type that Auto knows
+    config = known.from_pretrained(folder, local_files_only=True)
     config.quantization_config = to_config(replace(stored, layout=OURS))
     whole = kind is None
     kind = kind or _architecture(transformers, config)

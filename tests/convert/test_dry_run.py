@@ -61,6 +61,29 @@ class Turns(nn.Module):
         return self.last(F.linear(x, self.first.weight))
 
 
+class AsksInside(nn.Module):
+    """Casts two inputs to the dtype of a layer that another module holds: no dry run comes to its end."""
+
+    def __init__(self):
+        super().__init__()
+        self.inside: Any = nn.ModuleDict({"proj": nn.Linear(16, 16), "other": nn.Linear(16, 16)})
+        self.own = nn.Linear(16, 16)
+
+    def forward(self, x, y):
+        dtype = self.inside.proj.weight.dtype
+        return self.own(self.inside.proj(x.to(dtype)) + y.to(dtype).norm().item())
+
+
+def test_code_of_two_inputs_that_asks_for_a_dtype_is_read():
+    """SigLIP 2's and BLIP-2's: codes there made the model loaded from an export refuse its first input."""
+    model: Any = AsksInside()
+    why = "AsksInside casts to the dtype of its weight, which codes would make FP8"
+    assert asked_for_dtype(model) == {id(model.inside.proj): why}
+    assert not uncalled(model)
+    converted(model, "rowwise")  # the converted layers are asked as the plain ones
+    assert asked_for_dtype(model) == {id(model.inside.proj): why}
+
+
 def test_a_dry_run_tells_and_draws_no_random_number():
     torch.manual_seed(3)
     before = torch.get_rng_state()
@@ -95,3 +118,32 @@ def test_code_that_reads_a_weight_and_never_calls_the_layer_is_found_before_it_r
     assert "reads its weight" not in rows["parts.0.both"]
     with pytest.raises(fe.errors.StrictError, match="reads its weight and never calls it"):
         fe.convert(Model(kind()), "rowwise", strict=True)
+
+
+SIZE = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "pad_token_id": 0}
+TOWER = {**SIZE, "intermediate_size": 64, "num_attention_heads": 2}
+TOWERS = {
+    "vision_config": {**TOWER, "num_patches": 16, "patch_size": 4},
+    "text_config": {**TOWER, "projection_size": 32},
+}
+T5 = {"vocab_size": 64, "d_model": 32, "d_ff": 64, "d_kv": 16, "num_layers": 2, "num_heads": 2}
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "read", "asked"),
+    [
+        ("Mamba", SIZE, {"dt_proj"}, set()),
+        ("FalconMamba", SIZE, {"dt_proj"}, set()),
+        ("Jamba", {**SIZE, "num_attention_heads": 2, "num_key_value_heads": 1}, {"dt_proj"}, set()),
+        ("T5", T5, set(), {"wo"}),
+        ("MT5", T5, set(), {"wo"}),
+        ("Siglip2", TOWERS, {"out_proj"}, {"patch_embedding"}),
+        ("Llama", {**SIZE, "num_attention_heads": 2}, set(), set()),
+    ],
+)
+def test_families_that_read_weights(name: str, options: dict, read: set[str], asked: set[str]):
+    with torch.device("meta"):
+        model = transformers.AutoModel.from_config(getattr(transformers, f"{name}Config")(**options))
+    names = {id(module): path.rpartition(".")[2] for path, module in model.named_modules()}
+    assert {names[each] for each in uncalled(model)} == read
+    assert {names[each] for each in asked_for_dtype(model)} == asked

@@ -1,4 +1,5 @@
-"""Exports of models whose class has rules for merged weights, though the model has no such weights."""
+"""Exports of models whose class has rules for merged weights, though the model has no such weights, and of models or
+parts with a config of their own."""
 
 from pathlib import Path
 from typing import Any
@@ -31,3 +32,36 @@ def test_a_dinov2_without_swiglu_is_exported_with_a_note_that_transformers_refus
     assert 0 < (found - want).norm() < 0.2 * want.norm()
     own = ours.export(model, tmp_path / "own", "rowwise", layout="fp8engine")
     assert not any("refuses" in note for note in own.notes)
+
+
+def test_a_tower_is_loaded_from_the_export_of_a_model_of_two(tmp_path: Path):
+    """from_pretrained of a tower's class takes the tower's part of config.json, and so does load(kind=)."""
+    torch.manual_seed(0)
+    towers: dict[str, Any] = {
+        "text_config": {**SIZE, "vocab_size": 64, "intermediate_size": 64},
+        "vision_config": {**SIZE, "intermediate_size": 64},
+    }
+    model: Any = hf.CLIPModel(hf.CLIPConfig(**towers, projection_dim=32)).eval()
+    ours.export(model, tmp_path / "out", "rowwise")
+    given = torch.randint(3, 60, (2, 5)), torch.randn(2, 3, 8, 8)
+    served = ours.load(tmp_path / "out", hf.CLIPModel)
+    want = served.text_model(given[0]), served.vision_model(given[1])
+    for kind, x, y in zip((hf.CLIPTextModel, hf.CLIPVisionModel), given, want, strict=True):
+        part = ours.load(tmp_path / "out", kind)
+        assert type(part.config) is kind.config_class
+        assert sum(p.dtype == torch.float8_e4m3fn for p in part.parameters()) == 6
+        with torch.no_grad():
+            assert torch.equal(part(x).last_hidden_state, y.last_hidden_state)
+
+
+def test_a_class_whose_config_auto_does_not_know_is_loaded(tmp_path: Path):
+    """Bark's parts are models of types that transformers registers with none of its Auto classes."""
+    torch.manual_seed(0)
+    kind: Any = hf.BarkSemanticModel
+    size: dict[str, Any] = {"num_layers": 1, "num_heads": 2, "hidden_size": 32, "block_size": 32}
+    model = kind(kind.config_class(**size, input_vocab_size=64, output_vocab_size=64)).eval()
+    ours.export(model, tmp_path / "out", "rowwise")
+    ids = torch.randint(3, 60, (2, 5))
+    with torch.no_grad():
+        want, found = model(ids).logits, ours.load(tmp_path / "out", kind)(ids).logits
+    assert (found - want).norm() < 0.1 * want.norm()  # E4M3 keeps 2^-4 of a value, in two casts of four layers
