@@ -57,7 +57,8 @@ graph_task = torch._C._current_graph_task_id  # number of the backward pass that
 after_backward = torch.autograd.Variable._execution_engine.queue_callback  # called when this backward pass ends
 sequence_number = torch._C._autograd._get_sequence_nr  # pyright: ignore[reportAttributeAccessIssue]  # order of nodes
 transforms_active = torch._C._are_functorch_transforms_active  # torch.func's grad, vjp, vmap, jvp
-batched_by_autograd = torch._C._functorch.is_legacy_batchedtensor  # a gradient of autograd.grad(is_grads_batched=True)
+# A gradient of autograd.grad(is_grads_batched=True).
+batched_by_autograd = torch._C._functorch.is_legacy_batchedtensor  # pyright: ignore[reportAttributeAccessIssue]
 tracing = torch._C._is_tracing  # torch.jit.trace
 saved_tensors_hooks = torch._C._autograd._top_saved_tensors_default_hooks  # pyright: ignore[reportAttributeAccessIssue]  # or None
 autocast_active = torch._C._is_any_autocast_enabled  # for any device

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from reading_models import Eva, Model
 from support import converted
 from torch import nn
