@@ -29,7 +29,7 @@ from fp8engine.ops.device import cpu_multiplies
 from fp8engine.ops.library import PLAIN, in_backward, keepable
 from fp8engine.ops.reference import Operand, Slot, column_sums, emulation_dtype, operand
 from fp8engine.scaling.columns import GraphSlots, Slots
-from fp8engine.scaling.operands import Made, Operands, Reader, carries, in_graph
+from fp8engine.scaling.operands import Made, Operands, carries, in_graph
 
 NOTHING = (None, None)
 Either = Operand | torch.Tensor  # FP8, or the tensor itself where a recipe leaves a matmul in 16 bits
@@ -175,12 +175,12 @@ def kept_of(use: Use, x: torch.Tensor, asks: bool = True) -> Operands:
     """
     if use.where.compiling:
         return in_graph(x)
-    numerics, state, made = use.numerics, use.numerics.state, type(vars(x).get("fp8")) is Operands
-    numerics.source, parent = "", state.parents[numerics.layer]
-    if not made and parent is None:
+    numerics = use.numerics
+    parent, made = numerics.state.parents[numerics.layer], type(vars(x).get("fp8")) is Operands
+    numerics.source = ""
+    if not (made or parent is not None) or not (carries(x) if made else keepable(x)):
         return Operands()
-    by = Reader(numerics.layer, parent, state.past, use.record)
-    found = state.forward.operands(x, by) if (carries(x) if made else keepable(x)) else by.alone()
+    found = numerics.state.forward.operands(x, numerics.layer, parent)
     if found.producer is not None and asks:
         numerics.source = found.producer.name
         found.producer.read_by(numerics, use.needs_w and use.where.on_codes)

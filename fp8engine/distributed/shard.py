@@ -27,7 +27,7 @@ from fp8engine.distributed.tokens import AddBias, Tokens, copied, gathered, scat
 from fp8engine.errors import ParallelError
 from fp8engine.ops.library import PLAIN, in_backward
 from fp8engine.ops.tensor import Float8Tensor
-from fp8engine.scaling.operands import Operands, Reader
+from fp8engine.scaling.operands import Operands
 
 COLUMNS, ROWS = "columns", "rows"
 
@@ -187,7 +187,7 @@ class Sharding:
         held = _torch.local_tensor(x) if isinstance(x, DTensor) else x
         if type(held) not in (*PLAIN, _torch.FakeTensor) or held.is_meta or held.is_inference():
             return Operands()
-        return state.forward.operands(held, Reader(numerics.layer, state.parents[numerics.layer], state.past))
+        return state.forward.operands(held, numerics.layer, state.parents[numerics.layer])
 
 
 def local(parameter: Any) -> Any:

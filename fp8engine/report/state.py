@@ -153,7 +153,6 @@ class StateView(Mapping[str, SlotView]):
             state.outputs.loaded(state.live_2S)
             state.saved_1.fill_(1)
             state.loaded = True
-            state.forget_past()
             # Whether a step was recorded and waits to be entered.
             state.backward_seen = bool((state.live_2S[0] >= 0).any()) and came
             state.recomputed = again

@@ -14,7 +14,6 @@ by NumPy, `.data` and collectives, which move no version counter.  So its operan
     in the same thread                                         another thread may run on another CUDA stream
     in the same CUDA graph, or outside of any                  a replay changes what was cast before the capture
     while version, and on a CPU the fingerprint, stand still   a CPU shares contiguous inputs alone
-    by layers that have read the same tensors so far           others predict another scale, and record another amax
 
 Outside of a forward of the root nothing is attached to it, and when it ends nothing stays attached: a user's batch
 keeps no operands.
@@ -29,7 +28,7 @@ import threading
 import weakref
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -59,7 +58,6 @@ class Operands(Made):
     """Operands of one tensor.
 
     seen: what must be unchanged where they are read; None until the first is made.  consumers: layers that read them.
-    before, after: what these had read (`Reader.past`) until then, and have now; after is None until one records it.
     producer: what made the tensor, if it is told who reads it.  place: where in a graph it was made.
     again: how it is made a second time in backward, where no operand of it is to be kept until then.
     """
@@ -69,8 +67,6 @@ class Operands(Made):
     place: Place | None = None
     again: Again | None = None
     consumers: frozenset[int] = frozenset()
-    before: Any = None
-    after: object | None = None
 
     def __reduce__(self):
         return OrderedDict, ()  # of a tensor that is saved; torch.load(weights_only=True) refuses a plain dict
@@ -119,25 +115,6 @@ class Producer:
         return Producer, (self.name,)  # the readers of a copy are others
 
 
-class Reader(NamedTuple):
-    """A layer that reads a tensor.
-
-    parent: as `siblings` gives it.  past: of each layer of its table, what is equal for layers that have recorded the
-    same tensors under the same rules, and so have the same amaxes and scales.  record: whether this one is recorded.
-    """
-
-    layer: int
-    parent: str | None
-    past: list[Any]
-    record: bool = False
-
-    def alone(self) -> Operands:
-        """No operands of another layer; what it reads now no other layer has read."""
-        if self.record and self.parent is not None:
-            self.past[self.layer] = object()
-        return Operands()
-
-
 class RootForward(threading.local):
     """The forward of the root that runs in this thread: between `begin` and `end` its layers share operands."""
 
@@ -157,14 +134,13 @@ class RootForward(threading.local):
                 found.clear()
         self.number, self.attached = None, []
 
-    def operands(self, x: torch.Tensor, by: Reader) -> Operands:
-        """The operands of x, for a layer, which adds those that it makes; of no tensor, where none may be attached to
-        x.
+    def operands(self, x: torch.Tensor, layer: int, parent: str | None) -> Operands:
+        """The operands of x, for a layer with that parent, which adds those that it makes; of no tensor, where none may
+        be attached to x.
         """
         if x.device.type == "cpu" and not x.is_contiguous():
-            return by.alone()
-        (layer, parent, past, record), found = by, vars(x).get("fp8")
-        task = _torch.graph_task()  # of the backward pass under way; -1 outside of one
+            return Operands()
+        found, task = vars(x).get("fp8"), _torch.graph_task()  # of the backward pass under way; -1 outside of one
         found = found if type(found) is Operands else Operands()
         if found.producer is not None:
             seen = unchanged(x)
@@ -172,23 +148,15 @@ class RootForward(threading.local):
         else:
             during = self.number if task == -1 else task
             if during is None or parent is None:
-                return by.alone()
+                return Operands()
             seen = (during, parent, *unchanged(x))
             valid = found.seen == seen
-        if found and not found.consumers:  # a producer's, under the slot of the layer that read its last result
-            reader = found.producer and found.producer.reader
-            found.before = past[reader.layer if reader is not None and reader.state.past is past else layer]
-        valid = valid and (not found or found.before == past[layer])
         if not valid or layer in found.consumers:
             producer, again = found.producer, found.again
             x.fp8 = found = Operands()  # pyright: ignore[reportAttributeAccessIssue]
             found.producer, found.again = producer, again
         if not found.consumers and task == -1 and self.number is not None:
             self.attached.append(weakref.ref(found))
-        if not found:
-            found.before, found.after = past[layer], None
-        if record:
-            past[layer] = found.after = found.after or object()
         found.seen, found.consumers = seen, found.consumers | {layer}
         return found
 

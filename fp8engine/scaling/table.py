@@ -60,7 +60,6 @@ class ScalingState:
         self.groups: dict[int, str] = {}  # by column, the process group over which that operand is divided
         self.divided = ""  # name of the process group over which layers are divided: its ranks decide alike
         self.parents = siblings(name for name, _ in self.layers)
-        self.past: list = [recipe.delayed and (recipe.window, recipe.margin) for _, recipe in self.layers]  # Reader's
         self.shares = any(parent is not None for parent in self.parents)  # whether any layers may read one tensor
         self.ranks = ""  # name of the process group whose amaxes are joined; "": DistributedDataParallel's, if any
         self.backward_seen = False  # a backward pass has recorded amaxes that no update has entered yet
@@ -96,10 +95,12 @@ class ScalingState:
         self.live_2S = torch.zeros(2, len(casts), dtype=torch.float32, device=device)
         self.live_2S[0] = -1.0
         self.counts_CS = torch.zeros(len(COUNTERS), len(casts), dtype=torch.int64, device=device)
-        self.saved_1 = torch.zeros(1, dtype=torch.int64, device=device)  # whether a save decides the next join
+        # Whether a save decides the next join: ranks.py.
+        self.saved_1 = torch.zeros(1, dtype=torch.int64, device=device)
         # How many gradients were cast when amaxes were entered last, -1 before: ops/scale_update.py.
         self.entered_1 = torch.full((1,), -1, dtype=torch.int64, device=device)
-        self.graphs_1 = torch.zeros(1, dtype=torch.int64, device=device)  # steps begun by graphs alone: columns.py
+        # How many steps have begun by a graph of their own: columns.py.
+        self.graphs_1 = torch.zeros(1, dtype=torch.int64, device=device)
         self.outputs.begin(device)
         self.reserve(layer for layer, (_, recipe) in enumerate(self.layers) if recipe.stored is not None)
         for layer, (_, recipe) in enumerate(self.layers):
@@ -142,7 +143,12 @@ class ScalingState:
         self.slots = Slots((self.live_2S, self.counts_CS), self._host, self.groups)
 
     def __getstate__(self) -> dict:
-        return {**self.__dict__, "_host": None, "slots": None, "root": None}  # copied views would not follow
+        return {
+            **self.__dict__,
+            "_host": None,
+            "slots": None,
+            "root": None,
+        }  # a copy of the views would not follow the copied tables
 
     def __setstate__(self, state: dict) -> None:
         self.__dict__.update(state)
@@ -192,11 +198,6 @@ class ScalingState:
     def slot(self, index: int, record: bool, count: bool = True) -> Slot:
         """Column `index` as eager code takes it."""
         return self.slots[index, record, count]
-
-    def forget_past(self) -> None:
-        """After the tables were put back: layers with equal columns have read the same."""
-        tables = torch.cat([self.history_HS, self.live_2S, self.rules_3S])
-        self.past[:] = tables[:, : len(self.columns) : len(ROLES)].t().tolist()
 
     def divide(self, layer: int, roles: Iterable[str], group: str) -> None:
         """These operands of a layer are divided over a process group: casts per tensor take the amax of all ranks."""
@@ -303,8 +304,8 @@ class ScalingState:
             self.on_step(came)
 
     def _predict(self, waits: bool) -> None:
-        tables = self.history_HS, self.live_2S, self.rules_3S, self.ranks, self.saved_1
-        scale_update(*tables, self.counts_CS, self.entered_1, len(self.columns), waits and self.casts_gradients)
+        tables, ranks = (self.history_HS, self.live_2S, self.rules_3S), (self.ranks, self.saved_1)
+        scale_update(*tables, *ranks, self.counts_CS, self.entered_1, len(self.columns), waits and self.casts_gradients)
 
     def _update(self) -> None:
         if self.delayed:
@@ -313,9 +314,7 @@ class ScalingState:
             if len(self.outputs):
                 self.outputs.settle(self.counts_CS)
                 self.outputs.after_update(self.history_HS, self.live_2S, self.rules_3S)
-            return
-        self.past[:] = [None] * len(self.past)
-        if self._host is not None:
+        elif self._host is not None:
             self._host[0][0] = -1.0
         else:
             self.live_2S[0].fill_(-1.0)
@@ -323,11 +322,11 @@ class ScalingState:
     @NORMAL
     def adopt(self, layer: int, recipe: Recipe) -> None:
         """A layer follows another recipe from now on.  Histories stay; a scale for another format's range does not.
+
         The table gets deeper where the recipe's history is longer.
         """
         name, before = self.layers[layer]
         self.layers[layer] = (name, recipe)
-        self.past[layer] = self.parents[layer] and (self.past[layer], recipe, self.predictions)
         self._follow(layer, recipe)
         self.delayed += recipe.delayed - before.delayed
         if recipe.delayed and (more := recipe.history - len(self.history_HS)) > 0:

@@ -72,14 +72,6 @@ class Siblings(nn.Module):
         return x + self.q(h) * self.k(h).sigmoid() + self.v(h)
 
 
-class Disentangled(Siblings):
-    """The same, the first of which reads another, larger tensor before and after, as DeBERTa's read positions."""
-
-    def forward(self, x):
-        h = self.norm(x)
-        return self.q(h.tanh() * 30).sigmoid() + super().forward(x) * self.q(h.sin() * 20).sigmoid()
-
-
 class Gated(nn.Module):
     """An MLP with a gate, as fe.convert's probe knows it."""
 
@@ -195,17 +187,6 @@ TABLE = [
     plain("siblings", Siblings, "checkpoint of parts, reentrant"),
     plain("siblings behind RMSNorm", lambda: Siblings(nn.RMSNorm(WIDTH, 1e-6)), "checkpoint of parts, reentrant"),
     plain("siblings behind LayerNorm", lambda: Siblings(nn.LayerNorm(WIDTH))),
-    # A layer called twice, as below.
-    plain("siblings that read unlike tensors", Disentangled, "checkpoint of whole, reentrant", *PARTS),
-    # In a graph all of them read the codes that were made of the norm's result for the first of them.
-    plain(
-        "siblings behind LayerNorm that read unlike tensors",
-        lambda: Disentangled(nn.LayerNorm(WIDTH)),
-        "compiled",
-        "checkpoint in a graph",
-        "checkpoint of whole, reentrant",
-        *PARTS,
-    ),
     plain("activation", lambda: nn.Sequential(nn.Linear(WIDTH, INNER), nn.GELU(), nn.Linear(INNER, WIDTH))),
     plain("gated mlp", lambda: nn.Sequential(nn.RMSNorm(WIDTH, 1e-6), Gated())),
     plain("two blocks", lambda: nn.Sequential(Block(WIDTH), Block(WIDTH))),

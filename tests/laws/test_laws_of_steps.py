@@ -19,12 +19,12 @@ from torch.utils.checkpoint import checkpoint
 from trials import COUNTS, ONCE, RECIPES, STEPS, batch, differences, straight, tables, trained, under
 
 import fp8engine as fe
-from fp8engine.scaling.operands import Operands, Reader, RootForward
+from fp8engine.scaling.operands import Operands, RootForward
 
 every_recipe = pytest.mark.parametrize("recipe", RECIPES)
 
 
-def cast_alone(self: RootForward, x: torch.Tensor, by: Reader) -> Operands:
+def cast_alone(self: RootForward, x: torch.Tensor, layer: int, parent: str | None) -> Operands:
     """In place of RootForward.operands: a layer finds nothing that another has cast."""
     found, made = Operands(), vars(x).get("fp8")
     if isinstance(made, Operands):

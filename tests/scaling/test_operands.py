@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fp8engine as fe
 from fp8engine.scaling import operands
-from fp8engine.scaling.operands import Operands, Reader, RootForward
+from fp8engine.scaling.operands import Operands, RootForward
 
 WIDTH = 48
 MADE: Any = ()  # stands for an operand
@@ -157,7 +157,7 @@ def begun() -> tuple[RootForward, torch.Tensor, Operands]:
     """A root's forward, a tensor that a layer of "attn" has cast in it, and its operands."""
     forward, x = RootForward(), torch.randn(6, WIDTH)
     forward.begin()
-    mine = forward.operands(x, Reader(0, "attn", [None] * 2))
+    mine = forward.operands(x, 0, "attn")
     mine["cast"] = MADE
     return forward, x, mine
 
@@ -166,7 +166,7 @@ def test_only_the_tensor_holds_its_operands():
     """So they are freed with it: 100 forwards of a server keep the codes of none."""
     forward, x, made = RootForward(), torch.randn(6, WIDTH), cast("Any", torch.zeros(1))
     forward.begin()
-    forward.operands(x, Reader(0, "attn", [None] * 2))["cast"] = (made, MADE)
+    forward.operands(x, 0, "attn")["cast"] = (made, MADE)
     freed = weakref.ref(made)
     del made
     assert freed() is not None
@@ -178,7 +178,7 @@ def test_only_the_tensor_holds_its_operands():
 def test_another_tensor_has_none(make, begun):
     forward, x, _ = begun
     assert not isinstance(attached(make(x)), Operands)
-    assert forward.operands(make(x), Reader(1, "attn", [None] * 2)) == {}
+    assert forward.operands(make(x), 1, "attn") == {}
 
 
 @pytest.mark.parametrize("weights_only", [False, True])
@@ -190,7 +190,7 @@ def test_a_saved_tensor_takes_none_along(weights_only: bool, begun):
     file.seek(0)
     loaded = torch.load(file, weights_only=weights_only)
     assert torch.equal(loaded, x)
-    assert attached(loaded) == forward.operands(loaded, Reader(1, "attn", [None] * 2)) == {}
+    assert attached(loaded) == forward.operands(loaded, 1, "attn") == {}
 
 
 def test_another_thread_shares_nothing(begun):
@@ -198,7 +198,7 @@ def test_another_thread_shares_nothing(begun):
 
     def serve() -> None:
         forward.begin()
-        found.append(forward.operands(x, Reader(1, "attn", [None] * 2)))
+        found.append(forward.operands(x, 1, "attn"))
 
     worker = threading.Thread(target=serve)
     worker.start()
@@ -217,7 +217,7 @@ def test_what_a_sibling_does_not_read(change: str, begun, monkeypatch: pytest.Mo
         monkeypatch.setattr(operands, "capturing", lambda where: True)
     if change == "forward":
         forward.number = object()  # begun by other code than `begin`, which empties what it finds
-    assert forward.operands(x, Reader(1, "mlp" if change == "parent" else "attn", [None] * 2)) == {}
+    assert forward.operands(x, 1, "mlp" if change == "parent" else "attn") == {}
 
 
 def test_two_tensors_that_are_read_in_turns_are_cast_once_each(casts):
