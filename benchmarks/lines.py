@@ -32,7 +32,7 @@ BUDGET = {
     "convert": 1_665,
     "demo": 1_015,
     "distributed": 2_187,
-    "export": 1_336,
+    "export": 1_334,
     "integrations": 195,
     "kernels": 3_080,
     "nn": 1_415,

@@ -33,9 +33,7 @@ def load(path: str | os.PathLike, kind: Any = None, **options: Any) -> Any:
     written = read_config_file(folder)
     stored = parse(written)
     headers.fp8_layers(headers.read(headers.files_of(folder)), stored)
-    known = (
-        getattr(kind, "config_class", None) or transformers.AutoConfig
-    )  # a part of Bark is of no type that Auto knows
+    known = getattr(kind, "config_class", None) or transformers.AutoConfig  # Auto does not know every part of a model
     config = known.from_pretrained(folder, local_files_only=True)
     config.quantization_config = to_config(replace(stored, layout=OURS))
     whole = kind is None
