@@ -120,6 +120,24 @@ def traced_alone(function: str) -> bool:
 constant_in_graphs(traced_alone)
 
 
+def is_compiled(function: Callable) -> bool:
+    """Whether torch.compile has made the function, or the function of a bound method."""
+    return hasattr(function, "_torchdynamo_orig_callable")
+
+
+def may_divide() -> bool:
+    """Whether Dynamo traces something that it may divide into several graphs: not with fullgraph=True, no export."""
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    try:
+        return not InstructionTranslator.current_tx().one_graph
+    except AttributeError:  # torch.export traces without Dynamo
+        return False
+
+
+constant_in_graphs(may_divide)
+
+
 def compiled_autograd() -> bool:
     """Whether torch compiles the backward pass as well, of whatever Python code (compiled autograd)."""
     from torch._dynamo import compiled_autograd, config  # whoever traces has imported them

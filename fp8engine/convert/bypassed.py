@@ -19,6 +19,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from fp8engine._torch import is_compiled
 from fp8engine.autograd import Numerics
 from fp8engine.convert.placement import place_states
 from fp8engine.errors import BypassWarning, StrictError
@@ -122,7 +123,7 @@ class FirstForward:
 
 def _eager(module: nn.Module) -> Iterator[nn.Module]:
     """The module and its parts, without those that torch.compile has taken."""
-    if module._compiled_call_impl is None and "_orig_mod" not in module._modules:
+    if module._compiled_call_impl is None and "_orig_mod" not in module._modules and not is_compiled(module.forward):
         yield module
         for child in module.children():
             yield from _eager(child)

@@ -35,6 +35,7 @@ from fp8engine.scaling.operands import RootForward, siblings
 from fp8engine.scaling.output_slots import OutputSlots
 from fp8engine.scaling.sample import StepSamples
 from fp8engine.scaling.slot_view import SlotView
+from fp8engine.scaling.whole_graph import begins_between, between_graphs
 
 SLOTS = (*ROLES, OUTPUT)  # of a layer
 NORMAL = torch.inference_mode(False)  # a table made in inference mode could not be written outside of it
@@ -95,12 +96,12 @@ class ScalingState:
         self.live_2S = torch.zeros(2, len(casts), dtype=torch.float32, device=device)
         self.live_2S[0] = -1.0
         self.counts_CS = torch.zeros(len(COUNTERS), len(casts), dtype=torch.int64, device=device)
-        # Whether a save decides the next join: ranks.py.
-        self.saved_1 = torch.zeros(1, dtype=torch.int64, device=device)
+        self.saved_1 = torch.zeros(
+            1, dtype=torch.int64, device=device
+        )  # whether a save decides the next join: ranks.py
         # How many gradients were cast when amaxes were entered last, -1 before: ops/scale_update.py.
         self.entered_1 = torch.full((1,), -1, dtype=torch.int64, device=device)
-        # How many steps have begun by a graph of their own: columns.py.
-        self.graphs_1 = torch.zeros(1, dtype=torch.int64, device=device)
+        self.graphs_1 = torch.zeros(1, dtype=torch.int64, device=device)  # steps begun by graphs alone: columns.py
         self.outputs.begin(device)
         self.reserve(layer for layer, (_, recipe) in enumerate(self.layers) if recipe.stored is not None)
         for layer, (_, recipe) in enumerate(self.layers):
@@ -143,12 +144,7 @@ class ScalingState:
         self.slots = Slots((self.live_2S, self.counts_CS), self._host, self.groups)
 
     def __getstate__(self) -> dict:
-        return {
-            **self.__dict__,
-            "_host": None,
-            "slots": None,
-            "root": None,
-        }  # a copy of the views would not follow the copied tables
+        return {**self.__dict__, "_host": None, "slots": None, "root": None}  # copied views would not follow
 
     def __setstate__(self, state: dict) -> None:
         self.__dict__.update(state)
@@ -208,6 +204,9 @@ class ScalingState:
     def begin_forward(self, root: nn.Module | None = None, *_: object) -> None:
         """The root's forward begins: a step may begin with it, and its layers may share their inputs' operands."""
         if torch.compiler.is_compiling():
+            if self.on_step is not None and begins_between(self.controller.failures.strict):
+                between_graphs(self.begin_forward, root)
+                return
             self.begin_in_graph(waits=False)
             if _torch.traced_alone("ScalingState.begin_forward"):  # written to, an input that may move: no CUDA graph
                 self.graphs_1.add_(1)
@@ -225,6 +224,8 @@ class ScalingState:
         of blocks that are compiled one by one too, whose graphs tell nobody.
         """
         if torch.compiler.is_compiling():
+            if self.on_step is not None and _torch.may_divide():
+                between_graphs(self.end_forward, root, inputs, result)
             return
         if self.on_step is not None and torch.is_grad_enabled():
             for leaf in _torch.tree_leaves(result):

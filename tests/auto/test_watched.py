@@ -1,6 +1,7 @@
 """A watched step: nothing waits for the device, whatever is fed is seen or left out, ranks and graphs agree."""
 
 import copy
+import warnings
 from typing import Any
 
 import pytest
@@ -20,6 +21,8 @@ from fp8engine.report.state import controllers_of
 from fp8engine.scaling.histogram import LENGTH
 from fp8engine.scaling.reads import layout_of
 
+# torch 2.13's Dynamo looks at .grad of a block's input, which is no leaf.
+NO_LEAF = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 WAITS = ("_local_scalar_dense", "nonzero", "masked_select", "unique2", "_unique2", "bincount", "equal", "is_nonzero")
 
 
@@ -187,23 +190,66 @@ def test_ranks_that_see_different_data_decide_alike(tmp_path):
 
 @pytest.mark.usefixtures("fresh")
 @pytest.mark.parametrize("before", [0, 2])
-def test_a_model_compiled_whole_keeps_its_formats(before: int):
-    """Nobody looks, nobody decides: it computes what eager code does in those of the steps before, or of the recipe."""
+def test_one_graph_of_the_whole_model_keeps_its_formats_and_says_so(before: int):
+    """With fullgraph=True it computes what eager code does in the formats of the steps before, or of the recipe."""
     model, eager = plain(), plain() if before else plain("current")
     train(model, before)
     train(eager, before)
     decided = lines(model)
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-    assert train(model, 5, compiled, start=before) == train(eager, 5, start=before)
+    with pytest.warns(fe.errors.SamplingWarning, match="fullgraph=True makes one of the whole model"):
+        assert train(model, 5, compiled, start=before) == train(eager, 5, start=before)
     assert lines(model) == decided
     assert bool(decided) == bool(before)
     assert state_of(model).samples is None
 
 
+@pytest.mark.usefixtures("fresh")
+def test_one_graph_of_the_whole_model_is_an_error_under_strict():
+    model = plain()
+    controllers_of(model)[0].failures.strict = True
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="strict=True: auto samples and decides between graphs"):
+        compiled(batch(CALM))
+
+
+@NO_LEAF
+@pytest.mark.usefixtures("fresh")
+@pytest.mark.parametrize("how", ["wrapped", "inside another module", "forward alone"])
+def test_a_model_compiled_whole_is_seen_and_changes(how: str):
+    """A step begins outside of its graphs: the losses, and the decisions at each step, are those of eager code."""
+    model, eager = plain(), plain()
+    run = model
+    if how == "wrapped":
+        run = torch.compile(model, backend="aot_eager")
+    elif how == "inside another module":
+        run = torch.compile(torch.nn.Sequential(torch.nn.Identity(), model), backend="aot_eager")
+    else:
+        model.forward = torch.compile(model.forward, backend="aot_eager", fullgraph=True)
+    with torch._dynamo.config.patch(recompile_limit=64), warnings.catch_warnings():
+        warnings.simplefilter("error", fe.errors.SamplingWarning)
+        assert train(model, 12, run) == train(eager, 12)
+    assert lines(model) == lines(eager)
+    assert len(lines(model)) > 6
+
+
+@NO_LEAF
+@pytest.mark.usefixtures("fresh")
+def test_an_evaluation_of_a_model_compiled_whole_changes_nothing():
+    model, eager = plain(), plain()
+    run = torch.compile(model, backend="aot_eager")
+    with torch._dynamo.config.patch(recompile_limit=64):
+        for start in range(6):
+            with torch.no_grad():
+                assert torch.equal(run(batch(CALM)), eager(batch(CALM)))
+            assert train(model, start + 1, run, start=start) == train(eager, start + 1, start=start)
+    assert lines(model) == lines(eager)
+    assert lines(model)
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("fresh")
-# torch 2.13's Dynamo looks at .grad of a block's input, which is no leaf.
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+@NO_LEAF
 def test_blocks_compiled_one_by_one_are_seen_and_change():
     """A graph tells nobody of its backward, but the model's result does: decisions come at the steps of eager code."""
     eager, regional = plain(), plain()

@@ -294,3 +294,14 @@ def test_compiled_parts_are_not_watched():
     (text,) = said(lambda: [model(x) for _ in range(3)])
     assert text.startswith("2 converted layer(s) did not run in FP8: parts.1.dt_proj, parts.1.x_proj. ")
     assert count.frame_count == alone, "nothing that its graphs are guarded by has changed"
+
+
+def test_a_model_whose_forward_alone_is_compiled_is_not_watched():
+    """Its layers run inside of the graph, of which nothing on the host is told: that they were read proves nothing."""
+    x = torch.randn(2, 4, 16)
+    torch._dynamo.reset()
+    count = CompileCounter()
+    model = converted(Model(Eva()))
+    model.forward = torch.compile(model.forward, backend=count, fullgraph=True)
+    assert said(lambda: [model(x) for _ in range(3)]) == []
+    assert count.frame_count == 1, "nothing that its graph is guarded by has changed"
