@@ -225,7 +225,6 @@ class _Layers:
 
     def __init__(self, model: nn.Module, exact: nn.Module, twin: nn.Module, decisions: list[Decision]):
         paths = {id(module): name for name, module in model.named_modules()}
-        exacts, twins = dict(exact.named_modules()), dict(twin.named_modules())
         self.exact, self.twin, self.same_dtype = exact, twin, exact is model
         self.decisions: dict[str, Decision] = {}
         for decision in decisions:  # experts of one module have a decision each, and are called as one
@@ -233,8 +232,7 @@ class _Layers:
         blocks = [paths[id(block)] for block in repeated_blocks(model)]
         self.inner = grouped((_block_of(name, blocks), name) for name in self.decisions)
         watched = dict.fromkeys([*self.decisions, *self.inner])
-        self.modules = {name: exacts[name] for name in watched}
-        self.twins = {name: twins[name] for name in watched}
+        self.modules, self.twins = ({name: each.get_submodule(name) for name in watched} for each in (exact, twin))
         self.own = {name: Difference() for name in self.decisions}
         self.inside = {name: Difference() for name in watched}
 
