@@ -91,12 +91,12 @@ class Samples(Sequence[Sample]):
 
     def _sample(self, row: tuple) -> Sample:
         found = Sample._make(row)
-        cast = self.casts[int(found.cast)]
-        return found._replace(step=int(found.step), cast=cast, nonfinite=int(found.nonfinite))
+        return found._replace(step=int(found.step), cast=self.casts[int(found.cast)], nonfinite=int(found.nonfinite))
 
-    def evenly(self) -> list[Sample]:
-        """All samples, the latest thinned like the older ones, as a picture needs them."""
-        return [self._sample(row) for row in (self.rows if self.span == 1 else self._worst(self.rows)).tolist()]
+    def evenly(self, span: int = 1) -> list[Sample]:
+        """All samples, the latest thinned like the older ones or all to a longer span, as a picture needs them."""
+        rows = self.rows if span == self.span == 1 else self._worst(self.rows, span)
+        return [self._sample(row) for row in rows.tolist()]
 
     def _thin(self) -> None:
         old, recent = self.rows[:-RECENT], self.rows[-RECENT:]
@@ -104,9 +104,9 @@ class Samples(Sequence[Sample]):
             self.span *= 2
         self.rows = numpy.concatenate([self._worst(old), recent])
 
-    def _worst(self, rows: numpy.ndarray) -> numpy.ndarray:
-        """One row for each span."""
-        begins = self._begins(rows)
+    def _worst(self, rows: numpy.ndarray, span: int = 1) -> numpy.ndarray:
+        """One row for each span, the one given or the samples' own if that is longer."""
+        begins = self._begins(rows, span)
         found = rows[numpy.append(begins[1:], len(rows)) - 1]
         for key, worst in WORST.items():
             found[key] = getattr(numpy, worst).reduceat(rows[key], begins)
@@ -115,9 +115,9 @@ class Samples(Sequence[Sample]):
         found["rms"] = numpy.divide(found["amax"], crest, out=numpy.zeros(len(found)), where=crest > 0)
         return found
 
-    def _begins(self, rows: numpy.ndarray) -> numpy.ndarray:
+    def _begins(self, rows: numpy.ndarray, span: int = 1) -> numpy.ndarray:
         """The first index of each span."""
-        return numpy.flatnonzero(numpy.diff(rows["step"] // self.span, prepend=-1))
+        return numpy.flatnonzero(numpy.diff(rows["step"] // max(span, self.span), prepend=-1))
 
 
 class Spread(NamedTuple):

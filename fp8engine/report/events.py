@@ -98,12 +98,11 @@ class EventWriter:
 
     def _histogram(self, slot: str, spread: Spread) -> None:
         """Counts by octaves, lowest first; the first octave holds zeros too and is left out."""
-        places = range(OCTAVE, len(spread.counts), OCTAVE)
-        octaves = [int(spread.counts[i : i + OCTAVE].sum()) for i in places]
+        octaves = spread.counts.reshape(-1, OCTAVE).sum(1)[1:].tolist()
         if not (spread.amax > 0 and sum(octaves)):
             return
         top = math.log2(spread.amax)  # where the last bin begins: it holds amax alone
-        edges = [top + (i + OCTAVE - (len(spread.counts) - 1)) / OCTAVE for i in places]  # upper ends
+        edges = [top + 1 / OCTAVE + i for i in range(1 - len(octaves), 1)]  # upper ends
         middles = [edge - 0.5 for edge in edges]
         self.events.add_histogram_raw(
             f"log2_magnitude/{slot}",

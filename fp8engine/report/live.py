@@ -5,10 +5,10 @@ For a loop of one's own, or Accelerate's.  trainer.py calls it from transformers
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 import math
 import os
+import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -54,7 +54,8 @@ class LiveReport:
         self.losses: dict[int, Any] = {}  # floats and tensors of one element
         self.events: EventWriter | None = None
         self.written: int | None = None  # the latest step of events and of wandb
-        found = {"tensorboard": importlib.util.find_spec("tensorboard"), "wandb": _wandb()}
+        find = importlib.util.find_spec
+        found = {"tensorboard": find("tensorboard"), "wandb": sys.modules.get("wandb") or find("wandb")}
         self.targets = ["page", *(name for name, package in found.items() if package)]
         if not found["tensorboard"]:
             why = "no TensorBoard events: the package tensorboard is missing; pip install 'fp8engine[report]' brings it"
@@ -82,7 +83,7 @@ class LiveReport:
         if "tensorboard" in self.targets:
             self.events = self.events or EventWriter(self.folder)
             self.events.write_report(report, step)
-        wandb = _wandb()
+        wandb: Any = sys.modules.get("wandb")  # who has begun a run has imported it
         if wandb is not None and wandb.run is not None:
             wandb.run.log(_sums(report, step) | {"fp8/report": wandb.Html(str(self.folder / PAGE))})
 
@@ -93,11 +94,3 @@ def _sums(report: Report, step: int) -> dict[str, Any]:
     counts = {"decisions": report.decisions, "early_warnings": report.alarms, "standing_outliers": report.outliers}
     sums |= {key: len(found) for key, found in counts.items()}
     return {f"fp8/{key}": value for key, value in sums.items()}
-
-
-def _wandb() -> Any:
-    """The package wandb, None where it is not installed."""
-    try:
-        return importlib.import_module("wandb")
-    except ImportError:
-        return None

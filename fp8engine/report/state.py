@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -158,7 +159,10 @@ class StateView(Mapping[str, SlotView]):
             state.recomputed = again
 
     def _checked(self, state_dict: Mapping) -> tuple[Mapping, Sequence]:
-        """(saved slots, states of "auto").  Raises StateError unless they are of this model under these recipes."""
+        """(saved slots, states of "auto").  Raises StateError unless they are of this model under these recipes.
+
+        Under auto a history of another length may be cut or padded.
+        """
         if not isinstance(state_dict, Mapping) or state_dict.get("version") not in READS:
             raise StateError(f"not a scaling state dict of version {' or '.join(map(str, READS))}")
         slots, expected = state_dict.get("slots"), self.slots()
@@ -172,7 +176,14 @@ class StateView(Mapping[str, SlotView]):
                 f"{len(unknown)} unknown ({', '.join(unknown[:3])})"
             )
         for name, slot in expected.items():
-            _check(slots.get(name), *slot, deeper=bool(self.controllers))
+            for key, target in _columns(*slot).items() if name in names else ():
+                value: Any = slots[name].get(key) if isinstance(slots[name], Mapping) else None
+                like = isinstance(value, torch.Tensor) and (value.dtype, value.dim()) == (target.dtype, 1)
+                if not like or (value.shape != target.shape and not (self.controllers and key == "history")):
+                    raise StateError(
+                        f"{name}: {key} should be {target.dtype} of {list(target.shape)}; "
+                        "was it saved under another recipe or history length?"
+                    )
         if len(kept := state_dict.get("auto", [])) != len(self.controllers):
             raise StateError(
                 f'{len(kept)} states of "auto" saved, {len(self.controllers)} wanted: convert with the recipe of then'
@@ -273,27 +284,11 @@ def _of_each(saved: bool | Sequence[bool], states: int) -> Sequence[bool]:
 def _columns(numerics: Numerics, role: str) -> dict[str, torch.Tensor]:
     """The saved tensors of a slot, as views of the tables."""
     state: ScalingState = numerics.state
-    index, place = state.column(numerics.layer, role), state.outputs.places.get(numerics.layer)
+    index = state.column(numerics.layer, role)
     state.outputs.settle(state.counts_CS)
-    found = {
-        "history": state.history_HS[:, index],
-        "live": state.live_2S[:, index],
-        "counts": state.counts_CS[:, index],
-    }
-    if role == OUTPUT and place is not None:
+    tables = {"history": state.history_HS, "live": state.live_2S, "counts": state.counts_CS}
+    found = {key: table[:, index] for key, table in tables.items()}
+    if role == OUTPUT:
+        place = state.outputs.places[numerics.layer]
         found |= {"rule": state.rules_3S[:1, index], "scale": state.outputs.scale_O[place : place + 1]}
     return found
-
-
-def _check(saved: object, numerics: Numerics, role: str, deeper: bool) -> None:
-    """Raise StateError unless these are a slot's numbers.  deeper: a history of another length may be cut or padded."""
-    if saved is None and role == OUTPUT:
-        return
-    for key, target in _columns(numerics, role).items():
-        value = saved.get(key) if isinstance(saved, Mapping) else None
-        same = isinstance(value, torch.Tensor) and value.dtype == target.dtype and value.dim() == 1
-        if not same or (value.shape != target.shape and not (deeper and key == "history")):  # pyright: ignore[reportOptionalMemberAccess]
-            raise StateError(
-                f"{numerics.name}.{role}: {key} should be {target.dtype} of {list(target.shape)}; "
-                "was it saved under another recipe or history length?"
-            )

@@ -97,6 +97,8 @@ def test_slots_that_are_looked_at_more_often_keep_the_same_steps():
     often, rarely = (Samples(look(step) for step in range(0, 8192, every)) for every in (4, 16))
     assert {each.step // often.span for each in often.evenly()} >= {each.step // often.span for each in rarely.evenly()}
     assert often.span % rarely.span == 0
+    steps = [each.step // often.span for each in often.evenly()]
+    assert [each.step // often.span for each in rarely.evenly(often.span)] == steps
 
 
 def test_zeros_and_what_is_not_finite_stay_what_they_are():

@@ -55,19 +55,10 @@ def made_up(layers: int, looks: int) -> Report:
                 seen.append(Sample(16 * look, cast, amax, amax / rng.uniform(4, 9999), 3.0, sqnr, share, other, 0))
             slots[role] = {"cast": "E4M3 per tensor", "format": "E4M3", "scale": 0.1, "amax": 1.0, "calls": 1}
             slots[role] |= {"elements": 10, "saturated": 0.123, "underflowed": 0.123, "sampled": 1.0, "nonfinite": 0}
-        rows.append(
-            {"name": name, "kind": "Linear", "shape": [4096, 14336], "recipe": "auto", "backend": "reference"}
-            | {"emulated": True, "reason": "", "ran": True, "rows": 10, "fp8_share": 1.0, "experts": None}
-            | {"gather": ""}
-            | {
-                "kept_bytes": 0,
-                "kept_why": "",
-                "gather": "",
-                "flops_share": 1 / layers,
-                "output": {"cast": "none"},
-                **slots,
-            }
-        )
+        row = {"name": name, "kind": "Linear", "shape": [4096, 14336], "recipe": "auto", "backend": "reference"}
+        row |= {"emulated": True, "reason": "", "ran": True, "rows": 10, "fp8_share": 1.0, "experts": None}
+        row |= {"kept_bytes": 0, "kept_why": "", "gather": "", "flops_share": 1 / layers, "output": {"cast": "none"}}
+        rows.append(row | slots)
     decisions = [
         {"step": 16, "layer": row["name"], "slot": f"{row['name']}.{role}", "before": "E5M2/tensor", "sqnr_db": 31.5}
         | {

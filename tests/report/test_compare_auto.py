@@ -122,6 +122,30 @@ def test_auto_decides_before_it_is_judged_and_what_it_chose_is_counted_by_matmul
     assert line.endswith(f"; {auto.fp8_flops_share:.0%} of linear FLOPs in FP8")
 
 
+@pytest.mark.parametrize("fails", [False, True])
+def test_frozen_parameters_are_sampled_and_stay_frozen_even_where_the_model_fails(fails: bool):
+    """Without gradients a frozen weight would have no wgrad to decide on, and a frozen model no backward."""
+    model: Any = converted(with_outliers(1.0), "auto")
+    model[3].bias.requires_grad_(False)
+    model[1].weight.requires_grad_(False)
+    if fails:
+        model[2].register_full_backward_hook(lambda *_: 1 / 0)
+    text = batches(model, [list(b"frozen")], BYTES)
+    before = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
+    if fails:
+        with pytest.raises(ZeroDivisionError):
+            run_training_steps(model, text)
+    else:
+        run_training_steps(model, text)
+        assert chosen(controllers_of(model))["not_sampled"] == 0  # pyright: ignore
+    assert {name: parameter.requires_grad for name, parameter in model.named_parameters()} == before
+    model.requires_grad_(False)
+    if not fails:
+        run_training_steps(model, text)
+        assert not any(parameter.requires_grad for parameter in model.parameters())
+        assert all(parameter.grad is None for parameter in model.parameters())
+
+
 def test_forwards_in_16_bits_and_layers_that_never_ran_are_counted_as_layers():
     """Three layers, of which the third has not run and the second multiplies its forward in 16 bits."""
     start = begin([0, 1], fe.auto())

@@ -84,6 +84,13 @@ def cached(m, x):
     return m.b(torch.relu(cache))
 
 
+def written(m, x, into=slice(None)):
+    """a's result, of which b's takes the place of some or all."""
+    y = m.a(x)
+    y[into] = m.b(x)[into]
+    return F.silu(y)
+
+
 def in_place_sum(m, x):
     y = m.norm(x)
     y += m.a(x)
@@ -106,6 +113,10 @@ def in_place_sum(m, x):
         (lambda m, x: m.a(x) * m.b(x), [("activation", "aten.mul")]),
         (lambda m, x: F.mse_loss(m.a(x), x), [("loss", "aten.mse_loss")]),
         (lambda m, x: (m.a(x) - x).pow(2).mean(), [("loss", "aten.mean")]),
+        (lambda m, x: (m.a(x) - x).abs().mean(), [("loss", "aten.mean")]),
+        (lambda m, x: -(m.a(x).softmax(-1) + 1e-6).log().mean(), [("loss", "aten.mean")]),
+        (lambda m, x: m.b((m.a(x) - x).abs()).mean(), [("residual", "aten.sub")]),
+        (lambda m, x: (m.a(x).mean(), m.a(x).mean(-1)), [("loss", "aten.mean"), ("unknown", "aten.mean")]),
         (lambda m, x: F.mse_loss(x + m.a(x), x), [("residual", "aten.add")]),
         (lambda m, x: F.mse_loss(m.a(x).sigmoid(), x), [("activation", "aten.sigmoid")]),
         (lambda m, x: F.cross_entropy(m.a(x)[:, :-1].flatten(0, 1).float(), torch.zeros(6, dtype=torch.long)),
@@ -114,6 +125,8 @@ def in_place_sum(m, x):
         (lambda m, x: m.a(x).cumsum(0), [("unknown", "aten.cumsum")]),
         (cached, [("activation", "aten.relu")]),
         (lambda m, x: F.silu(m.a(x).zero_()), []),
+        (written, []),
+        (lambda m, x: written(m, x, slice(0, 1)), [("activation", "aten.silu")]),
         (lambda m, x: (m.a(x), x)[1], []),
         (lambda m, x: (m.a(x).isnan().any().item(), x)[1], []),
         (lambda m, x: F.linear(m.a(x), m.b.weight, m.b.bias), [("matmul", "b")]),
@@ -220,6 +233,12 @@ def test_recorded_forward_computes_what_a_plain_one_does():
     with torch.no_grad():
         model(x)
     assert torch.equal(*seen)
+
+
+def test_a_layer_named_like_a_part_of_a_loss_is_a_layer():
+    log = nn.Linear(K, K)
+    found = flow.record(Part(lambda x: F.mse_loss(log(x), x), log=log), torch.randn(2, K))
+    assert [str(node) for node in found.nodes] == ["input [0]", "matmul log", "loss aten.mse_loss", "output output"]
 
 
 def test_a_layer_called_twice():

@@ -120,6 +120,16 @@ def test_a_run_of_wandb_gets_sums_and_the_page(recipe: str | None, tmp_path: Pat
     assert (told["step"], told["decisions"]) == (0, 0)
 
 
+def test_a_folder_that_wandb_writes_into_is_not_its_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Python imports any folder: where wandb is not installed, `wandb.run` of an empty one was an AttributeError."""
+    (tmp_path / "wandb").mkdir()
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "wandb", raising=False)
+    LiveReport(tmp_path / "live", every=1).step(torch.nn.Linear(2, 2), 0, 1.0)
+    assert "wandb" not in sys.modules
+    assert (tmp_path / "live" / "report.html").exists()
+
+
 def test_without_packages_the_page_alone_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "wandb", None)  # pyright: ignore[reportArgumentType]
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)

@@ -16,8 +16,8 @@ from fp8engine.auto import Alarm
 from fp8engine.auto.history import Sample, Samples
 from fp8engine.errors import ReportError
 from fp8engine.report.page import page, parts
-from fp8engine.report.page.data import ALPHABET, COLUMNS, blob, samples_of, to_json
-from fp8engine.report.page.svg import colour, format_map, loss_curve
+from fp8engine.report.page.data import ALPHABET, blob, samples_of, to_json
+from fp8engine.report.page.svg import colour, format_map, loss_curve, row_height
 from fp8engine.report.state import controllers_of
 from fp8engine.report.table import Report
 
@@ -75,6 +75,8 @@ def test_the_layer_that_loses_most_is_a_headline_and_the_first_row():
     cards = {card.title: card for card in parts.cards(report, {}, None)}
     assert cards["flushed to zero"] == parts.Card("flushed to zero", "7 %", "most 26 %:", "warn", "b.grad_output")
     assert cards["saturated"] == parts.Card("saturated", "0.02 %", "most 0.1 %:", "warn", "c.grad_output")
+    alone = parts.cards(Report([lost("", 0.0, 1e-3)], totals), {}, None)
+    assert {card.slot for card in alone} == {"", "grad_output"}, "of a model that is one layer"
 
 
 def test_numbers_come_back_as_they_were_seen():
@@ -121,7 +123,6 @@ def test_of_many_looks_each_column_keeps_the_worst():
     assert told["thinned"]
     assert told["steps"][:2] == [31, 63]  # spans of 32 steps: 16 would be more than 48 before the latest 32
     assert told["steps"][-1] == 949
-    assert len(told["steps"]) <= COLUMNS
     rows = slot_of(report)
     bad, sqnr = 511 // 32, decoded(rows["sqnr"], 2)
     assert (sqnr[bad], decoded(rows["amax"], 3)[bad]) == (1123, 63000)
@@ -129,6 +130,13 @@ def test_of_many_looks_each_column_keeps_the_worst():
     assert decoded(rows["saturated"], 2)[bad] == 1 + round(500 * (8 + math.log10(0.25)))
     assert rows["cast"] == [[0, 15], [1, 1], [0, 14]]  # of each column's last look
     assert sorted(set(sqnr)) == [1123, 1314]
+    # Few enough to keep them all: they are thinned as the input's.
+    fewer = [look(step, sqnr_db=9.5 if step == 512 else 31.4) for step in range(0, 950, 8)]
+    report.auto.samples["up.weight"] = Samples(fewer)
+    slots = blob(report, samples_of(report))["layers"][0]["slots"]
+    assert slots["weight"]["cast"] == [[0, 30]], "no column is without one"
+    assert [i for i, n in enumerate(decoded(slots["weight"]["sqnr"], 2)) if n == 1095] == [512 // 32]
+    assert slots["input"] == rows
 
 
 def test_a_slot_that_was_not_seen_has_a_gap():
@@ -140,6 +148,15 @@ def test_a_slot_that_was_not_seen_has_a_gap():
     assert format_map(told, "input") == [(colour("E4M3/tensor"), "M0 0.06h1v.88h-1zM2 0.06h1v.88h-1z")]
     assert [path.count("h3v") for _, path in format_map(told, "weight")] == [1]
     assert 'd="M0 0.06h1v.88h-1zM2 0.06h1v.88h-1z"' in page(report)
+
+
+def test_rows_are_lower_the_more_layers_there_are():
+    assert [row_height(layers) for layers in (1, 40, 41, 100, 101, 1000)] == [17, 17, 13, 13, 9, 9]
+    report = report_of([look(0)])
+    report.auto.samples.update({f"{i}.input": Samples([look(0)]) for i in range(40)})
+    text = page(report)  # 41 rows of 13 pixels
+    assert "--row:13px" in text
+    assert 'height="533"' in text
 
 
 def test_margins_and_formats_are_read_from_a_casts_name():

@@ -68,7 +68,6 @@ def test_the_share_of_flops_by_hand():
 
 SIZE: dict[str, Any] = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
 SIZE["intermediate_size"] = 64
-SIZE["intermediate_size"] = 64
 
 
 def jetmoe() -> Any:

@@ -5,7 +5,7 @@ import io
 
 import pytest
 import torch
-from support import Net, converted, same, tables, train
+from support import Net, converted, same, state_of, tables, train
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -89,3 +89,47 @@ def test_one_flag_for_all_states_is_read():
     assert saved["backward_seen"] == [True]
     fe.load_scaling_state_dict(resumed, {**saved, "backward_seen": True})
     assert fe.scaling_state_dict(resumed)["backward_seen"] == [True]
+
+
+@pytest.mark.parametrize(("flags", "wanted"), [([False, True], [True]), ([False, False, False], [False])])
+def test_flags_of_layers_that_were_put_together_otherwise_are_all_states(flags: list[bool], wanted: list[bool]):
+    """As of two models that were saved as parts of one: a backward that one has seen, all have."""
+    model = trained()
+    fe.load_scaling_state_dict(model, {**fe.scaling_state_dict(model), "backward_seen": flags, "recomputed": flags})
+    assert fe.scaling_state_dict(model)["backward_seen"] == wanted
+    assert fe.scaling_state_dict(model).get("recomputed", [False]) == wanted
+
+
+@pytest.mark.parametrize("more", [-3, 5])
+def test_under_auto_a_history_of_another_length_is_cut_or_leaves_the_rest(more: int):
+    """As of a run that had decided on recipes with other histories; a fixed recipe refuses it."""
+    model = converted(Net(), fe.auto(objective="speed"))
+    saved, depth = fe.scaling_state_dict(model), len(state_of(model).history_HS)
+    for slot in saved["slots"].values():
+        slot["history"] = torch.arange(1.0, depth + more + 1)
+    fe.load_scaling_state_dict(model, saved)
+    wanted = [float(i) if i <= depth + more else 0.0 for i in range(1, depth + 1)]
+    assert state_of(model).history_HS.T.tolist() == [wanted] * len(saved["slots"])
+    fixed = converted(Net(), "delayed")
+    with pytest.raises(fe.errors.StateError, match="was it saved under another recipe or history length"):
+        fe.load_scaling_state_dict(fixed, {key: value for key, value in saved.items() if key != "auto"})
+
+
+def test_nothing_recorded_is_no_step_that_waits():
+    """A backward is said to have come, and yet no amax is there that a new step could enter."""
+    model = trained()
+    saved = fe.scaling_state_dict(model)
+    for slot in saved["slots"].values():
+        slot["live"][0] = -1.0
+    fe.load_scaling_state_dict(model, saved)
+    assert fe.scaling_state_dict(model)["backward_seen"] == [False]
+
+
+def test_a_slot_that_is_no_slot_is_named_and_nothing_is_loaded():
+    model = trained()
+    before, saved = tables(model), fe.scaling_state_dict(model)
+    name = next(iter(saved["slots"]))
+    for wrong in (None, {}, saved["slots"][name] | {"live": torch.zeros(2, 1)}, saved["slots"][name] | {"counts": 7}):
+        with pytest.raises(fe.errors.StateError, match=f"^{name}: \\w+ should be torch"):
+            fe.load_scaling_state_dict(model, {**saved, "slots": saved["slots"] | {name: wrong}})
+    assert same(tables(model), before)

@@ -77,14 +77,30 @@ def test_a_histogram_counts_magnitudes_by_octaves(tmp_path):
     counts = [0] * 512
     counts[511], counts[511 - 18], counts[0] = 7, 100, 1000  # at amax; 18/8 octaves below; zeros
     history.spreads["up.input"] = Spread(0, 4.0, numpy.array(counts))
-    fe.inspect(model).to_tensorboard(tmp_path)
+    with Writer(tmp_path) as writer:
+        writer.write(model, 0)
+        writer.write(model, 1)  # of the same sample: nothing new
     (event,) = read(tmp_path).Histograms("log2_magnitude/up.input")
     told = event.histogram_value
     assert event.step == 0
     filled = {limit: count for limit, count in zip(told.bucket_limit, told.bucket, strict=True) if count}
     assert filled == {2.125: 7, 0.125: 100}
-    assert (told.num, told.max) == (107, 2.0)
+    assert (told.num, told.min, told.max) == (107, 2.125 - 63, 2.0)
     assert told.sum == pytest.approx(7 * 1.625 + 100 * -0.375, rel=1e-12)
+    assert told.sum_squares == pytest.approx(7 * 1.625**2 + 100 * 0.375**2, rel=1e-12)
+
+
+def test_a_tensor_of_zeros_has_no_crest_and_no_histogram(tmp_path):
+    """Its amax is a point all the same, at 0."""
+    model, _ = trained(fe.auto(interval=1), steps=3)
+    history = controllers_of(model)[0].history
+    history.samples["up.input"].append(history.samples["up.input"][-1]._replace(step=9, amax=0.0, rms=0.0))
+    history.spreads["up.input"] = Spread(9, 0.0, numpy.eye(1, 512, 511, dtype=int)[0])
+    fe.inspect(model).to_tensorboard(tmp_path)
+    found = read(tmp_path)
+    assert series(found, "amax/up.input")[-1] == (9, 0.0)
+    assert [step for step, _ in series(found, "crest/up.input")] == [0, 1]
+    assert "log2_magnitude/up.input" not in found.Tags()["histograms"]
 
 
 def test_the_spread_is_of_the_slots_own_values():

@@ -16,9 +16,10 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from fp8engine._torch import tree_map
 from fp8engine.amp.difference import Call, Difference, call, run_both
+from fp8engine.amp.tensors import NARROW, cast_all
 from fp8engine.auto import Controller
+from fp8engine.auto.untouched import untouched
 from fp8engine.convert.blocks import repeated_blocks
 from fp8engine.convert.select import Decision
 from fp8engine.convert.swap import convert, plan
@@ -61,15 +62,10 @@ def compare_recipes(model: nn.Module, batches: Sequence[Batch], recipes: Sequenc
     asked = [resolve(recipe) for recipe in recipes]
     if not batches:
         raise ConversionError("compare_recipes: no batches: give text that is not empty")
-    modes = [(module, module.training) for module in model.modules()]
     dtypes = sorted({word(p.dtype) for p in model.parameters() if p.is_floating_point()})
-    try:
-        model.eval()
+    with untouched(model):
         exact = model if dtypes == ["float32"] else _copy(model).float()
         pairs = [_compare(model, exact, batches, recipe) for recipe in asked]
-    finally:
-        for module, mode in modes:
-            module.training = mode
     return Comparison(
         type(model).__name__,
         "+".join(dtypes),
@@ -93,10 +89,9 @@ def _compare(
     elif recipe.delayed:
         _fill_history(twin, batches[: recipe.window])
     layers, scores = _Layers(model, exact, twin, decisions), Scores()
-    with torch.no_grad():
-        for batch in batches:
-            low, high = layers.run(batch)
-            scores.add(low, high, batch)
+    for batch in batches:
+        low, high = layers.run(batch)
+        scores.add(low, high, batch)
     report = inspect(twin)
     own, change = ratio(scores.high, scores.predicted), ratio(scores.change, scores.predicted)
     loss = None if own is None or change is None else own.value + change.value
@@ -225,7 +220,6 @@ class _Layers:
 
     def __init__(self, model: nn.Module, exact: nn.Module, twin: nn.Module, decisions: list[Decision]):
         paths = {id(module): name for name, module in model.named_modules()}
-        exacts, twins = dict(exact.named_modules()), dict(twin.named_modules())
         self.exact, self.twin, self.same_dtype = exact, twin, exact is model
         self.decisions: dict[str, Decision] = {}
         for decision in decisions:  # experts of one module have a decision each, and are called as one
@@ -233,8 +227,7 @@ class _Layers:
         blocks = [paths[id(block)] for block in repeated_blocks(model)]
         self.inner = grouped((_block_of(name, blocks), name) for name in self.decisions)
         watched = dict.fromkeys([*self.decisions, *self.inner])
-        self.modules = {name: exacts[name] for name in watched}
-        self.twins = {name: twins[name] for name in watched}
+        self.modules, self.twins = ({name: each.get_submodule(name) for name in watched} for each in (exact, twin))
         self.own = {name: Difference() for name in self.decisions}
         self.inside = {name: Difference() for name in watched}
 
@@ -265,11 +258,7 @@ class _Layers:
         """What the copy's layer gives for the FP32 input of a call, rounded to the copy's dtype."""
         twin = self.twins[call.key[0]]
         dtype = next((p.dtype for p in twin.parameters() if p.is_floating_point()), torch.float32)
-
-        def rounded(value: Any) -> Any:
-            return value.to(dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
-
-        args, kwargs = tree_map(rounded, (call.args, call.kwargs))
+        args, kwargs = cast_all((call.args, call.kwargs), NARROW, dtype)
         return twin(*args, **kwargs)
 
     def results(self) -> tuple[list[LayerResult], list[BlockResult]]:

@@ -70,25 +70,14 @@ class Graph:
 class Frame:
     """One block that is drawn for equal neighbours.
 
-    nodes: of the first of them.  blocks: the names of all.  inner: the longest name that all its nodes' names begin
-    with, the first block's or longer.
+    nodes: of the first of them.  blocks: the names of all.  name: what its nodes' labels leave out of their names; of a
+    block without equals the longest name that all its nodes' names begin with.  title: that name, or all blocks'.
     """
 
     nodes: tuple[int, ...]
     blocks: tuple[str, ...]
-    inner: str
-
-    @property
-    def name(self) -> str:
-        """What its nodes' labels leave out of their names."""
-        return self.blocks[0] if self.blocks[1:] else self.inner
-
-    @property
-    def title(self) -> str:
-        """The name of the block, or of the blocks that it stands for."""
-        if not self.blocks[1:]:
-            return self.inner
-        return f"{self.blocks[0]}-{self.blocks[-1].rpartition('.')[2]}   × {len(self.blocks)}"
+    name: str
+    title: str
 
 
 @dataclass(frozen=True)
@@ -116,12 +105,14 @@ def fold(flow: Graph) -> Folded:
     stands_for = list(range(len(flow.nodes)))
     frames, frame_of = [], {}
     for run in _runs(flow, blocks):
-        nodes, names = blocks[run[0]], tuple(f"{family}{number}" for family, number in run)
+        nodes, names = tuple(blocks[run[0]]), tuple(f"{family}{number}" for family, number in run)
         for other in run[1:]:
             for kept, folded in zip(nodes, blocks[other], strict=True):
                 stands_for[folded] = kept
         inside = [flow.nodes[i].name for i in nodes if flow.nodes[i].name.startswith(f"{names[0]}.")]
-        frames.append(Frame(tuple(nodes), names, repeats.shared(inside).removesuffix(".") or names[0]))
+        alone = repeats.shared(inside).removesuffix(".") or names[0]
+        title = f"{names[0]}-{run[-1][1]}   × {len(run)}"
+        frames.append(Frame(nodes, names, *((names[0], title) if run[1:] else (alone, alone))))
         frame_of |= dict.fromkeys(nodes, frames[-1])
     edges = {}
     for i, j in flow.edges:

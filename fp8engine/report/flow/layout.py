@@ -2,6 +2,9 @@
 
 A node's row is the longest path to it from an input (Sugiyama, Tagawa and Toda 1981).  An edge that crosses rows gets a
 point in each of them, which is ordered and placed like a box.  Frames whose rows overlap stand side by side, in lanes.
+
+igraph 1.0's `layout_sugiyama`, measured with the same rows, knows neither the boxes' widths nor frames: at the gap that
+keeps Llama's boxes apart, boxes overlapped in 11 of 22 families of models, and frames in T5 and Whisper.
 """
 
 from __future__ import annotations

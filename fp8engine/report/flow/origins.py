@@ -24,6 +24,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.weak import WeakIdRef
 
 Form = Literal["", "elementwise", "reduced", "scores"]
+# Of what a new origin is made for: its form, and its kind where that has another name.
+FORMS: dict[str, Form] = {"activation": "elementwise", "reduce": "reduced", "scores": "scores"}
+KINDS = {"layer": "matmul", "convolution": "matmul", "scores": "softmax", "reduce": "unknown"}
 # What a loss is written with: the difference from a target, its size, a likelihood.
 PARTS_OF_A_LOSS = ("sub", "rsub", "pow", "square", "abs", "log", "log1p", "exp", "softmax", "log_softmax")
 BIAS_FIRST = ("addmm", "baddbmm", "addmv", "addbmm", "_addmm_activation")
@@ -153,10 +156,15 @@ class Rules:
         self.made: list[Origin] = []
         self.sharing: dict[tuple, list[str]] = {}
 
-    def new(self, kind: str, name: str, *read: State, at: tuple[str, str, int] | None = None) -> State:
-        """A new origin that reads these.  at: as `where` gives it, where that is known."""
+    def new(self, sort: str, name: str, *read: State, at: tuple[str, str, int] | None = None) -> State:
+        """A new origin that reads these.  at: as `where` gives it, where that is known.
+
+        sort: the kind of a consumer, a group of kinds.py, "scores" or "layer", whose name is the layer's.
+        """
+        kind, is_layer = KINDS.get(sort, sort), sort == "layer"
         module, where, call = at or self.where(kind)
-        origin = Origin(kind, module or name, where, call, "elementwise" if kind == "activation" else "")
+        layer, depends = name if is_layer else None, is_layer or sort == "convolution"
+        origin = Origin(kind, layer or module or name, where, call, FORMS.get(sort, ""), layer=layer, depends=depends)
         for state in read:
             origin.reads(state.origins)
         self.made.append(origin)
@@ -213,10 +221,7 @@ class Rules:
                 return self.new("softmax", group, state)
             case "attention":
                 return self.new("softmax", "attention", state)
-        made = self.new({"reduce": "unknown", "convolution": "matmul"}.get(group, group), name, state)
-        made.origins[0].form = "reduced" if group == "reduce" else ""
-        made.origins[0].depends |= group == "convolution"
-        return made  # of a norm, a loss, or what is unknown too
+        return self.new(group, name, state)  # of a norm, a loss, or what is unknown too
 
     def _binary(self, group: str, name: str, operands: list[Operand]) -> State:
         if len(operands) == 1:
@@ -271,11 +276,9 @@ class Rules:
             return self.new("matmul", name, x.state) if x.state.origins else NOTHING
         if weight.state.origins or (x.state.parameters and not x.state.origins):
             return joined(a.state, b.state)
-        made = self.new("matmul", name, x.state)
-        call = made.origins[0]
-        call.name = call.layer = self.owner(weight.state.parameters)
-        call.depends = True
-        self.sharing.setdefault(place(x.tensor), []).append(call.name)
+        layer = self.owner(weight.state.parameters)
+        made = self.new("layer", layer, x.state)
+        self.sharing.setdefault(place(x.tensor), []).append(layer)
         return self.new("residual", name, bias, made) if bias.origins else made
 
     def _product(self, a: State, b: State) -> State:
@@ -285,9 +288,7 @@ class Rules:
                 attention.reads(values.origins)
                 attention.form = ""
                 return scores
-        made = self.new("softmax", "attention", a, b)
-        made.origins[0].form = "scores"
-        return made
+        return self.new("scores", "attention", a, b)
 
 
 def settle(made: Sequence[Origin]) -> None:

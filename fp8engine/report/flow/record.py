@@ -147,22 +147,17 @@ class _Watch(TorchDispatchMode):
 
     def _one_thing(self, kind: str, name: str, module: nn.Module, state: State) -> State:
         """The state of the result of a module that is followed as a whole."""
-        if kind != "fused":
-            return self._made(kind, name, state)
-        state = self._made("norm", f"{name}.norm", state)
-        first, *more = [child for child, part in module.named_children() if kind_of(part) == "layer"]
-        state = self._made("layer", f"{name}.{first}", state)
-        for child in more:
-            state = self._made("activation", f"{name}.{getattr(module, 'activation', 'activation')}", state)
-            state = self._made("layer", f"{name}.{child}", state)
-        return state
-
-    def _made(self, kind: str, name: str, state: State) -> State:
+        parts = [(kind, name)]
+        if kind == "fused":
+            first, *more = [child for child, part in module.named_children() if kind_of(part) == "layer"]
+            parts = [("norm", f"{name}.norm"), ("layer", f"{name}.{first}")]
+            for child in more:
+                activation = getattr(module, "activation", "activation")
+                parts += [("activation", f"{name}.{activation}"), ("layer", f"{name}.{child}")]
         where, _, call = self.rules.stack[-1] if self.rules.stack else ("", None, 0)
-        made = self.rules.new("matmul" if kind == "layer" else kind, name, state, at=(name, where, call))
-        if kind == "layer":
-            made.origins[0].layer, made.origins[0].depends = name, True
-        return made
+        for sort, part in parts:
+            state = self.rules.new(sort, part, state, at=(part, where, call))
+        return state
 
 
 def _written(func: Any, args: tuple, kwargs: dict) -> list[torch.Tensor]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 from fp8engine.amp.text import FOLD, as_text
 from fp8engine.report.flow import draw, repeats
@@ -56,21 +57,41 @@ def flow_of(names: Iterable[str], made: Sequence[Origin], sharing: Iterable[Sequ
     """A Flow of what was recorded.
 
     names: of the layers that are modules.  made: every origin, in order.  sharing: layers that read one tensor.
+    Calls of one layer are one node, and so is the second addition in a module in each call of that module; of the rest
+    only what layers read or are read by is a node.
     """
-    calls = repeats.grouped((origin.layer, origin) for origin in made if origin.layer is not None)
-    together = repeats.grouped(
-        (layer, other) for group in sharing for layer in group for other in group if other != layer
-    )
+    nodes: dict[tuple, Consumer] = {}
+    key_of: dict[Origin, tuple] = {}
+    seen: Counter[tuple] = Counter()
+    for origin in made:
+        if origin.same_as is None:
+            here = (origin.kind, origin.name, origin.where)
+            seen[here, origin.call] += 1
+            key = (*here, seen[here, origin.call]) if origin.layer is None else (origin.layer,)
+            key_of[origin] = key
+            attention = origin.kind == "softmax" and origin.name.endswith("attention")
+            nodes.setdefault(key, Consumer("attention" if attention else origin.kind, origin.name, origin.where))
+    pairs = {(key_of[source.resolved()], key_of[origin.resolved()]): None for origin in made for source in origin.of}
+    readers, makers = repeats.grouped(pairs), repeats.grouped((reader, maker) for maker, reader in pairs)
+    together = repeats.grouped((layer, other) for group in sharing for layer in group for other in group)
+    calls = Counter(origin.layer for origin in made if origin.layer is not None)
     layers = {}
     for name in dict.fromkeys((*calls, *names)):
-        mine = calls.get(name, [])
         layers[name] = Layer(
-            _told_of((consumer for call in mine for consumer in call.consumers), made=False),
-            _told_of((origin for call in mine for origin in call.of), made=True),
-            tuple(dict.fromkeys(together.get(name, ()))),
-            len(mine),
+            tuple(dict.fromkeys(_as_reader(nodes[key]) for key in readers.get((name,), ()))),
+            tuple(dict.fromkeys(nodes[key] for key in makers.get((name,), ()))),
+            tuple(other for other in dict.fromkeys(together.get(name, ())) if other != name),
+            calls[name],
         )
-    return Flow(layers, *_graph(made))
+    edges = [edge for edge in pairs if edge[0] != edge[1]]
+    used = {key for edge in edges for key in edge} | {(name,) for name in calls}
+    number = {key: i for i, key in enumerate(key for key in nodes if key in used)}
+    return Flow(layers, tuple(nodes[key] for key in number), tuple((number[i], number[j]) for i, j in edges))
+
+
+def _as_reader(node: Consumer) -> Consumer:
+    """What makes a tensor as an attention has read one with its softmax."""
+    return replace(node, kind="softmax") if node.kind == "attention" else node
 
 
 def _alike(name: str, layer: Layer) -> str:
@@ -99,37 +120,3 @@ def _told(named: Iterable[tuple[str, str]]) -> list[str]:
     """Each (name, kind) once as text, names of repeated blocks as one."""
     once = list(dict.fromkeys(named))
     return [f"{once[i][1]} {name.partition(' × ')[0]}".lstrip() for name, (i, *_) in repeats.fold(once)]
-
-
-def _told_of(origins: Iterable[Origin], *, made: bool) -> tuple[Consumer, ...]:
-    """Each once as a Consumer.  made: they made a tensor, rather than read it: a softmax made it as an attention."""
-    found = {}
-    for origin in (origin.resolved() for origin in origins):
-        attention = made and origin.kind == "softmax" and origin.name.endswith("attention")
-        found[Consumer("attention" if attention else origin.kind, origin.name, origin.where)] = None
-    return tuple(found)
-
-
-def _graph(made: Sequence[Origin]) -> tuple[tuple[Consumer, ...], tuple[tuple[int, int], ...]]:
-    """(nodes, edges): calls of one layer are one node, and of the rest only what layers read or are read by."""
-    node_of: dict[int, int] = {}
-    nodes: list[Consumer] = []
-    known: dict[tuple, int] = {}  # the second addition in a module is the same node in each call of that module
-    seen: dict[tuple, int] = {}
-    for origin in made:
-        if origin.same_as is not None:
-            continue
-        here = (origin.kind, origin.name, origin.where, origin.call)
-        seen[here] = seen.get(here, 0) + 1
-        key = (origin.layer,) if origin.layer is not None else (*here[:3], seen[here])
-        if key not in known:
-            known[key] = len(nodes)
-            nodes += _told_of([origin], made=True)
-        node_of[id(origin)] = known[key]
-    pairs = (
-        (node_of[id(source.resolved())], node_of[id(origin.resolved())]) for origin in made for source in origin.of
-    )
-    edges = tuple(dict.fromkeys((i, j) for i, j in pairs if i != j))
-    used = sorted({i for edge in edges for i in edge} | {i for key, i in known.items() if len(key) == 1})
-    number = {old: new for new, old in enumerate(used)}
-    return tuple(nodes[i] for i in used), tuple((number[i], number[j]) for i, j in edges)

@@ -8,8 +8,8 @@ A row is a string: WIDTH letters of ALPHABET a sample, most significant first, t
     flushed, saturated      0, or the share 10^((n - 1) / 500 - 8) of the elements
     cast       a list of [place in `casts`, columns]; null for columns in which the slot was not seen
 
-At most COLUMNS samples of a slot are shown.  Of more, each column is the worst of several in a row, with the cast of
-the last one, so that nothing bad is thinned away.
+A column is a sample of each slot.  Of a long training it is the worst of several in a row, with the cast of the last
+one, so that nothing bad is thinned away (`Samples.evenly`, of one span for all slots).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import itertools
 import json
 import math
 import string
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from fp8engine.auto.history import Sample
@@ -26,15 +26,14 @@ from fp8engine.numerics.formats import FORMATS
 from fp8engine.report.facts import Facts
 from fp8engine.scaling.table import ROLES
 
-COLUMNS = 100
 ALPHABET = string.ascii_letters + string.digits + "-_"  # none that HTML or JSON writes as more than one
-WIDTH = {"amax": 3, "sqnr": 2, "crest": 2, "flushed": 2, "saturated": 2}
 NONE, LOST = -1, -2  # the last numbers that a row's letters can write
 
 
 def samples_of(report: Facts) -> dict[str, list[Sample]]:
-    """Slot name -> samples, oldest first; empty under fixed recipes."""
-    return {slot: samples.evenly() for slot, samples in report.auto.samples.items()}
+    """Slot name -> samples, oldest first, all thinned to the longest span of a slot; empty under fixed recipes."""
+    span = _span(report)
+    return {slot: samples.evenly(span) for slot, samples in report.auto.samples.items()}
 
 
 def blob(report: Facts, samples: Mapping[str, Sequence[Sample]]) -> dict[str, Any]:
@@ -43,19 +42,17 @@ def blob(report: Facts, samples: Mapping[str, Sequence[Sample]]) -> dict[str, An
     steps: the last of each column.  thinned: whether a column may be several samples.  layers: name -> role -> the rows
     above, of those that were sampled, in the report's order.  max, margin: of each cast.
     """
-    steps = sorted({sample.step for each in samples.values() for sample in each})
-    spans = (each.span for each in report.auto.samples.values())
-    every = max(math.ceil(len(steps) / COLUMNS), 1)
-    columns = {step: i // every for i, step in enumerate(steps)}
+    span = _span(report)
+    steps = {step // span: step for step in sorted(sample.step for each in samples.values() for sample in each)}
     casts: dict[str, int] = {}
     layers: dict[str, dict[str, dict]] = {layer["name"]: {} for layer in report.layers}
-    width = math.ceil(len(steps) / every)
     for slot, seen in samples.items():
         layer, _, role = slot.rpartition(".")
-        layers.setdefault(layer, {})[role] = _rows(seen, columns, width, casts)
+        at = {sample.step // span: sample for sample in seen}
+        layers.setdefault(layer, {})[role] = _rows([at.get(column) for column in steps], casts)
     return {
-        "steps": [steps[min((i + 1) * every, len(steps)) - 1] for i in range(width)],
-        "thinned": every > 1 or max(spans, default=1) > 1,
+        "steps": list(steps.values()),
+        "thinned": span > 1,
         "casts": [_told(label) for label in casts],
         "layers": [{"name": name, "slots": slots} for name, slots in layers.items() if slots],
         "roles": list(ROLES),
@@ -72,22 +69,20 @@ def to_json(value) -> str:
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
-def _rows(seen: Sequence[Sample], columns: Mapping[int, int], width: int, casts: dict[str, int]) -> dict[str, Any]:
-    parts: list[list[Sample]] = [[] for _ in range(width)]
-    for sample in seen:
-        parts[columns[sample.step]].append(sample)
-    numbers = {
-        "amax": [_log(max((each.amax for each in part), default=0.0), 1000, math.log10, 60000) for part in parts],
-        "sqnr": [_decibels(min((each.sqnr_db for each in part), default=math.inf)) for part in parts],
-        "crest": [_log(max((each.crest for each in part), default=0.0), 100, math.log2, 0) for part in parts],
-        "flushed": [_share(max((each.flushed for each in part), default=0.0)) for part in parts],
-        "saturated": [_share(max((each.saturated for each in part), default=0.0)) for part in parts],
+def _span(report: Facts) -> int:
+    """Steps in a column."""
+    return max((samples.span for samples in report.auto.samples.values()), default=1)
+
+
+def _rows(columns: Sequence[Sample | None], casts: dict[str, int]) -> dict[str, Any]:
+    rows: dict[str, Any] = {
+        key: "".join(_letters(NONE if sample is None else number(sample), width) for sample in columns)
+        for key, (width, number) in NUMBERS.items()
     }
-    rows: dict[str, Any] = {key: "".join(_letters(n, WIDTH[key]) for n in found) for key, found in numbers.items()}
-    named = (casts.setdefault(part[-1].cast, len(casts)) if part else None for part in parts)
+    named = (None if sample is None else casts.setdefault(sample.cast, len(casts)) for sample in columns)
     rows["cast"] = [[cast, len(list(run))] for cast, run in itertools.groupby(named)]
-    if any(sample.nonfinite for sample in seen):
-        rows["nonfinite"] = [int(sum(sample.nonfinite for sample in part)) for part in parts]
+    if any(sample is not None and sample.nonfinite for sample in columns):
+        rows["nonfinite"] = [0 if sample is None else sample.nonfinite for sample in columns]
     return rows
 
 
@@ -119,3 +114,12 @@ def _told(label: str) -> dict[str, Any]:
     """A cast.  max: the largest value of its format, if that is FP8: what amax is scaled to."""
     format, margin = FORMATS.get(label.partition("/")[0]), label.partition(" margin ")[2]
     return {"label": label, "max": format.max if format and format.is_fp8 else None, "margin": int(margin or 0)}
+
+
+NUMBERS: dict[str, tuple[int, Callable[[Sample], int]]] = {  # letters, and what they write of a sample
+    "amax": (3, lambda sample: _log(sample.amax, 1000, math.log10, 60000)),
+    "sqnr": (2, lambda sample: _decibels(sample.sqnr_db)),
+    "crest": (2, lambda sample: _log(sample.crest, 100, math.log2, 0)),
+    "flushed": (2, lambda sample: _share(sample.flushed)),
+    "saturated": (2, lambda sample: _share(sample.saturated)),
+}

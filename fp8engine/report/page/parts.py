@@ -12,6 +12,7 @@ from fp8engine.auto.history import Sample
 from fp8engine.report.facts import Facts, Layer
 from fp8engine.report.flow import repeats
 from fp8engine.report.folded import HARMLESS, measured
+from fp8engine.report.state import slot_name
 from fp8engine.scaling.table import ROLES
 
 NUMBER = re.compile(r"(?<![\w.])\d+(?:\.\d+)?(?:e[-+]?\d+)?(?=x? |%|,|;|\)|$)")
@@ -156,7 +157,8 @@ def _lost(report: Facts, title: str, key: str) -> Card:
     share = measured(report.totals, key)
     if share is None:
         return Card(title, "–", "nothing was cast" if measured(report.totals, "saturated") is None else "not sampled")
-    slots = {f"{layer['name']}.{role}": measured(layer[role], key) or 0.0 for layer in report.layers for role in ROLES}
+    found = {(layer["name"], role): measured(layer[role], key) or 0.0 for layer in report.layers for role in ROLES}
+    slots = {slot_name(*slot): share for slot, share in found.items()}
     worst = max(slots, key=slots.__getitem__)
     if not slots[worst]:
         return Card(title, _percent(share))
