@@ -80,8 +80,8 @@ def command(name: str, group: typer.Typer = app) -> Callable[[Callable[..., Answ
     def register(function: Callable[..., Answer]) -> Callable[..., Answer]:
         @functools.wraps(function)
         def run(as_json: bool, debug: bool, **options) -> None:
-            import_engine()
             with in_one_line(debug):
+                import_engine()
                 answer = function(**options)
                 if as_json:
                     typer.echo(json.dumps(answer.content, indent=1, allow_nan=False))  # NaN would be our error
