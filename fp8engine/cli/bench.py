@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from fp8engine.cli.options import Device, GemmShapes, LinearShapes, Predicted, Result
-from fp8engine.cli.shared import Answer, app, command, console, device_named, say, table
+from fp8engine.cli.shared import Answer, app, command, console, device_named, in_one_line, say, table
 from fp8engine.errors import BackendError, ShapeError
 from fp8engine.numerics.cards import CARDS, card_named
 
@@ -80,9 +80,9 @@ def predict(
 def moved(ctx: typer.Context) -> None:
     """A hidden command that says where it is now."""
     name = str(ctx.info_name)
-    raise BackendError(
-        f"'bench {name}' has left the package: run python -m benchmarks.{MOVED[name]} in a checkout of the repository"
-    )
+    where = f"run python -m benchmarks.{MOVED[name]} in a checkout of the repository"
+    with in_one_line():
+        raise BackendError(f"'bench {name}' has left the package: {where}")
 
 
 ANYTHING = {"allow_extra_args": True, "ignore_unknown_options": True}

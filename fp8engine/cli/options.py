@@ -54,16 +54,8 @@ def recipes_option(default: str):
     return recipe_option(f"May be repeated: {', '.join(RECIPES)}.", default)
 
 
-def _keep(ctx: typer.Context, param: typer.CallbackParam, value: bool) -> bool:
-    ctx.meta[f"fp8engine.{param.name}"] = value  # meta is shared with the parent context
-    return value
-
-
-DEBUG, JSON = "fp8engine.debug", "fp8engine.as_json"  # in a context's meta
-AsJson = Annotated[
-    bool, typer.Option("--json", callback=_keep, help="Print JSON for machines on standard output, nothing else.")
-]
-Debug = Annotated[bool, typer.Option("--debug", callback=_keep, help="Show a traceback with an error.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for machines on standard output, nothing else.")]
+Debug = Annotated[bool, typer.Option("--debug", help="Show a traceback with an error.")]
 
 Model = Annotated[str, argument("The model.", MODELS)]
 Planned = Annotated[str, argument(f"Or {LLAMA_NAMES}.", f"{MODELS}|LLAMA")]

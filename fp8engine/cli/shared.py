@@ -5,22 +5,22 @@ No module of a command imports the engine, and with it torch, before the command
 
 from __future__ import annotations
 
+import contextlib
 import fnmatch
 import functools
 import importlib
 import inspect
 import json
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 from rich.console import Console
 from rich.table import Table
-from typer.core import TyperGroup
 
 import fp8engine
-from fp8engine.cli.options import DEBUG, AsJson, Debug
+from fp8engine.cli.options import AsJson, Debug
 from fp8engine.errors import BackendError, Fp8EngineError, UnknownName
 from fp8engine.report.columns import columns, terminal_width
 
@@ -30,23 +30,7 @@ if TYPE_CHECKING:
 IMPOSSIBLE = 2  # exit code, as for a wrong option
 
 
-class Commands(TyperGroup):
-    """The group of commands: what the engine refuses is one line on standard error, and exit code 2."""
-
-    def invoke(self, ctx):
-        """Run the command asked for."""
-        try:
-            return super().invoke(ctx)
-        except Fp8EngineError as error:
-            if ctx.meta.get(DEBUG):
-                raise
-            text = str(error).replace("[", r"\[")  # no markup
-            console(stderr=True).print(f"[bold red]error:[/] {text}", soft_wrap=True, highlight=False)
-            raise typer.Exit(IMPOSSIBLE) from None
-
-
 app = typer.Typer(
-    cls=Commands,
     no_args_is_help=True,
     pretty_exceptions_show_locals=False,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -77,18 +61,32 @@ class Answer(NamedTuple):
     code: int = 0
 
 
+@contextlib.contextmanager
+def in_one_line(debug: bool = False) -> Iterator[None]:
+    """Within it, what the engine refuses is one line on standard error, and exit code 2.  debug: a traceback."""
+    try:
+        yield
+    except Fp8EngineError as error:
+        if debug:
+            raise
+        text = str(error).replace("[", r"\[")  # no markup
+        console(stderr=True).print(f"[bold red]error:[/] {text}", soft_wrap=True, highlight=False)
+        raise typer.Exit(IMPOSSIBLE) from None
+
+
 def command(name: str, group: typer.Typer = app) -> Callable[[Callable[..., Answer]], Callable[..., Answer]]:
     """Make a command of a function that gives an Answer; --json and --debug are added to its options."""
 
     def register(function: Callable[..., Answer]) -> Callable[..., Answer]:
         @functools.wraps(function)
         def run(as_json: bool, debug: bool, **options) -> None:
-            import_engine()
-            answer = function(**options)
-            if as_json:
-                typer.echo(json.dumps(answer.content, indent=1, allow_nan=False))  # NaN would be our error
-            else:
-                answer.tell()
+            with in_one_line(debug):
+                import_engine()
+                answer = function(**options)
+                if as_json:
+                    typer.echo(json.dumps(answer.content, indent=1, allow_nan=False))  # NaN would be our error
+                else:
+                    answer.tell()
             if answer.code:
                 raise typer.Exit(answer.code)
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from fp8engine.cli.options import JSON, MANUAL, SIZES, TRAINED, Device, Watch, recipes_option
+from fp8engine.cli.options import MANUAL, SIZES, TRAINED, Device, Watch, recipes_option
 from fp8engine.cli.shared import Answer, command, console, device_named, say, say_files
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ def run(
     config = Config(size=size, steps=steps, batch=batch, lr=lr, text=text, device=str(device_named(device)))
     recipes = tuple(recipe) if recipe else DEFAULT
     session = Session(recipes=recipes, seed=seed, out=out, checkpoint_every=checkpoint_every, resume=resume)
-    screen = console(stderr=ctx.meta[JSON])
+    screen = console(stderr=ctx.params["as_json"])
     if resume and overwrite:
         raise DemoError("--resume goes on with a run, --overwrite replaces it: give one of them")
     if not (resume or overwrite) and (held := session.held()):

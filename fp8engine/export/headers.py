@@ -1,11 +1,12 @@
 """Headers of a checkpoint's safetensors files, checked against its config.json without reading the weights.
 
-    every E4M3 tensor     is a 2-D `<layer>.weight`, has its scale beside it, FP32 (16-bit, MX: E8M0) of the right shape
+    every E4M3 tensor     is a 2-D `<layer>.weight`, has its scale beside it in FP32, in 16 bits or as bytes (E8M0)
     every scale           has its E4M3 weight
     modules left alone    hold none
 
-All of it is checked before a module is built, so that nothing is half loaded.  Names here are the files' own; the
-names of a model's modules may differ (transformers renames while it loads).
+All of it is checked before a module is built, so that nothing is half loaded; the shape of each scale when its layer is
+there (quantizer.py), before a weight is read.  Names here are the files' own; the names of a model's modules may differ
+(transformers renames while it loads).
 """
 
 from __future__ import annotations
@@ -16,8 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from fp8engine.errors import StateError
-from fp8engine.export.layout import OURS, Stored
-from fp8engine.nn.serving import MX, scale_shape
+from fp8engine.export.layout import Stored
 
 FP8 = "F8_E4M3"  # safetensors' name of float8_e4m3fn
 OTHER_FP8 = ("F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ", "F8_E8M0")
@@ -103,23 +103,12 @@ def fp8_layers(heads: Mapping[str, Header], stored: Stored) -> list[str]:
 
 
 def _check_scale(layer: str, heads: Mapping[str, Header], stored: Stored) -> None:
-    weight = heads[layer + WEIGHT]
-    recipes = [stored.mixed[layer]] if layer in stored.mixed else [stored.recipe, *stored.mixed.values()]
-    casts = {recipe.weight for recipe in recipes}  # several for a name that transformers will change while it loads
-    shapes = {scale_shape(cast, *weight.shape) for cast in casts}
-    if stored.layout == OURS:
-        shapes |= {scale_shape(cast, *reversed(weight.shape)) for cast in casts}  # a Conv1D's weight is [K, N]
-    wanted = [(stored.scale_name, shapes)] + ([("input_scale", {(1,)})] if stored.static else [])
-    for key, allowed in wanted:
+    for key in (stored.scale_name, "input_scale") if stored.static else (stored.scale_name,):
         head = heads.get(f"{layer}.{key}")
         if head is None:
             other = next((k for k in ("weight_scale", "weight_scale_inv") if f"{layer}.{k}" in heads), None)
             hint = f" (there is a {other})" if other else ""
-            raise StateError(f"{layer}.weight in {weight.file.name} is {FP8} without its {key}{hint}: layer not usable")
-        if head.dtype not in SCALES and not (head.dtype == E8M0 and MX in casts):
+            file = heads[layer + WEIGHT].file.name
+            raise StateError(f"{layer}.weight in {file} is {FP8} without its {key}{hint}: layer not usable")
+        if head.dtype not in (*SCALES, E8M0):
             raise StateError(f"{layer}.{key} in {head.file.name} is {head.dtype}; want F32")
-        if head.shape not in allowed and not (head.shape == () and (1,) in allowed):
-            raise StateError(
-                f"{layer}.{key} in {head.file.name} is {list(head.shape)}; a weight of {list(weight.shape)} scaled "
-                f"{recipes[0].weight.granularity} has {' or '.join(str(list(shape)) for shape in sorted(allowed))}"
-            )

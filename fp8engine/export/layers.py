@@ -12,7 +12,6 @@ layers' codes a second time, which costs 3 dB: so they are cast under the scale 
 
 from __future__ import annotations
 
-import functools
 import re
 from collections import Counter
 from dataclasses import replace
@@ -37,14 +36,7 @@ EXPERTS = "experts in one 3-D parameter: written in 16 bits"
 ONE_EXPERT = re.compile(r"\.\d+\.[^.]+\.weight$")  # of a tensor's name in the files
 BEFORE_BLOCK = re.compile(r"^.*?(?=[^.]+\.\d+\.)")
 # Recipes whose forwards a checkpoint can hold.
-KNOWN = (
-    current,
-    rowwise,
-    blockwise,
-    mxfp8,
-    functools.partial(rowwise, power_of_2=False),
-    functools.partial(blockwise, power_of_2=False),
-)
+KNOWN = (current(), rowwise(), blockwise(), mxfp8(), rowwise(power_of_2=False), blockwise(power_of_2=False))
 FUSED = (
     ("q_proj", "k_proj", "v_proj"),
     ("query", "key", "value"),
@@ -160,7 +152,7 @@ def _decided(decision: Decision, layout: str) -> Decision:
         return replace(decision, recipe=None, reason=why)
     if not decided:
         return decision
-    known = next((each() for each in KNOWN if scheme(each()) == scheme(recipe)), None)
+    known = next((each for each in KNOWN if scheme(each) == scheme(recipe)), None)
     if known is not None:
         return replace(decision, recipe=known)
     if layout == OURS and recipe.weight.format == E4M3:

@@ -224,12 +224,17 @@ def _names_in_file(model, heads: dict[str, headers.Header]) -> dict[str, str]:
 
 
 def _fit_scales(served: Served, key: str, heads: dict[str, headers.Header]) -> None:
-    """Give scales what the files have: the shape [] or [1] for one number, bytes (E8M0) or numbers."""
+    """Give scales what the files have: the shape [] or [1] for one number, bytes (E8M0) or numbers.
+
+    Raises StateError for another shape, and for bytes where the recipe is not MX.
+    """
     for name, scale in served.scales.items():
         head, shape = heads[key + name], tuple(scale.shape)
         if head.shape != shape and not (head.shape == () and shape == (1,)):
             raise StateError(f"{key}{name} in {head.file.name} is {list(head.shape)}; this layer has {list(shape)}")
         dtype = torch.uint8 if head.dtype == headers.E8M0 else torch.float32
+        if dtype == torch.uint8 and scale.dtype != torch.uint8:
+            raise StateError(f"{key}{name} in {head.file.name} is {head.dtype}; want F32")
         empty = torch.empty(head.shape, dtype=dtype, device=scale.device)
         served.register_parameter(name, nn.Parameter(empty, requires_grad=False))
 

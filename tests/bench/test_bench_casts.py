@@ -5,15 +5,14 @@ from typing import Any
 
 import pytest
 import torch
+from command_line import refused, shown, told
 from ticks import Ticks
 from torch import nn
-from typer.testing import CliRunner
 
 from benchmarks import casts
 from fp8engine.bench import harness, linear
 from fp8engine.bench.cases import Shape
 from fp8engine.bench.harness import Limits, Timer
-from fp8engine.cli import app
 from fp8engine.errors import ShapeError
 from fp8engine.ops import reference
 from fp8engine.ops.backends import asked
@@ -109,16 +108,13 @@ def test_a_linear_with_wrong_gradients_has_no_time():
 def test_the_command_of_a_linear(monkeypatch: pytest.MonkeyPatch, tmp_path):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     monkeypatch.setattr(harness, "limits", lambda where, ticks: COPY)
-    out = tmp_path / "found.json"
-    result = CliRunner().invoke(app, ["bench", "linear", "--shapes", "32,48,64", "--json", "--out", str(out)])
-    assert result.exit_code == 0, result.output
-    printed = json.loads(result.stdout)
-    assert printed == json.loads(out.read_text())
+    words = ("bench", "linear", "--shapes")
+    printed = told(*words, "32,48,64", "--out", tmp_path / "found.json")
+    assert printed == json.loads((tmp_path / "found.json").read_text())
     assert all(row["correct"] for row in printed["rows"])
-    told = CliRunner().invoke(app, ["bench", "linear", "--shapes", "32,48,64"]).stdout
-    assert all(row["name"] in told for row in printed["rows"])
-    refused = CliRunner().invoke(app, ["bench", "linear", "--shapes", "7"])
-    assert refused.exit_code == 2
+    text = shown(*words, "32,48,64")
+    assert all(row["name"] in text for row in printed["rows"])
+    refused("unknown list of shapes '7'", *words, "7")
 
 
 def test_the_script_of_casts(monkeypatch: pytest.MonkeyPatch, tmp_path, capsys: pytest.CaptureFixture[str]):
@@ -127,7 +123,7 @@ def test_the_script_of_casts(monkeypatch: pytest.MonkeyPatch, tmp_path, capsys: 
     monkeypatch.setattr("benchmarks.common.RESULTS", tmp_path)
     monkeypatch.setattr("sys.argv", ["casts", "--shapes", "64,64"])
     casts.main()
-    told = capsys.readouterr().out
+    text = capsys.readouterr().out
     (written,) = tmp_path.rglob("*-quantize.json")
     rows = json.loads(written.read_text())["rows"]
-    assert all(row["correct"] and row["name"] in told for row in rows)
+    assert all(row["correct"] and row["name"] in text for row in rows)

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from benchmarks import tune, tuning_table
-from fp8engine import files
 from fp8engine.bench.cases import Operands, Shape, parse
 from fp8engine.bench.gemm import PROMOTED, Variant
 from fp8engine.bench.timing import WallClock
@@ -196,24 +195,6 @@ def test_merging_replaces_these_rows_says_where_they_come_from_and_shows_the_cha
     assert lines[:2] == ["--- a/kernels/tuning.json", "+++ b/kernels/tuning.json"]
     assert sum(line.startswith("-") and "block_m" in line for line in lines) == 1
     assert tuning_table.difference(old, old) == ""
-
-
-def test_writing_is_all_or_nothing(tmp_path, monkeypatch: pytest.MonkeyPatch):
-    path = tmp_path / "tuning.json"
-    path.write_text("old")
-    path.chmod(0o640)
-    files.write(path, "new")
-    assert path.read_text() == "new"
-    assert path.stat().st_mode & 0o777 == 0o640
-
-    def full(source, target):
-        raise OSError("no space")
-
-    monkeypatch.setattr(files.os, "replace", full)
-    with pytest.raises(OSError, match="no space"):
-        files.write(path, "newer")
-    assert path.read_text() == "new"
-    assert list(tmp_path.iterdir()) == [path]
 
 
 def test_operations_are_those_of_the_table_and_card():

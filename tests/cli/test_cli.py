@@ -17,7 +17,7 @@ from support import converted
 
 import fp8engine
 from fp8engine.cli import checks
-from fp8engine.demo import Config, config, session
+from fp8engine.demo import Config
 from fp8engine.demo.config import read
 from fp8engine.demo.report import COLUMNS
 from fp8engine.demo.trainer import Trainer
@@ -26,13 +26,6 @@ from fp8engine.ops import device
 
 ROOT = Path(fp8engine.__file__).parents[1]
 SMALLEST = ("--size", "tiny", "--batch", "2")
-
-
-@pytest.fixture(autouse=True)
-def short(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is measured beside the training takes less time."""
-    monkeypatch.setattr(config, "VALIDATION_WINDOWS", 16)
-    monkeypatch.setattr(session, "LENGTH", 10)
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,6 @@ from benchmarks import published, published_layers
 from benchmarks.distributed import plan as planned
 from fp8engine.bench import predict
 from fp8engine.cli.bench import ERROR
-from fp8engine.demo import config, session
 from fp8engine.distributed import plan
 from fp8engine.numerics.cards import H100_PCIE, H100_SXM
 from fp8engine.numerics.recipe import RECIPES, resolve
@@ -138,13 +137,6 @@ def test_what_predict_refuses(arguments: str, told: str):
 
 
 SMALLEST = ("train", "--size", "tiny", "--batch", "2", "--steps", "3", "-r", "auto", "-r", "current", "--out")
-
-
-@pytest.fixture(autouse=True)
-def short(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is measured beside the training takes less time."""
-    monkeypatch.setattr(config, "VALIDATION_WINDOWS", 16)
-    monkeypatch.setattr(session, "LENGTH", 10)
 
 
 def test_the_page_and_the_plan_lie_beside_the_picture(tmp_path: Path):

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from fp8engine.demo import DEFAULT, Config, DemoError, Session, config, picture, precision, run, session, train
+from fp8engine.demo import DEFAULT, Config, DemoError, Session, picture, precision, run, session, train
 from fp8engine.demo.config import Text, read
 from fp8engine.demo.precision import SumsInFP32
 from fp8engine.demo.progress import Silent
@@ -21,16 +21,6 @@ from fp8engine.demo.trainer import Trainer
 from fp8engine.errors import UnknownName
 from fp8engine.ops import device
 from fp8engine.report.state import scaling_state_dict
-
-
-@pytest.fixture(autouse=True, scope="module")
-def short():
-    """What is measured beside the training takes less time."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(config, "VALIDATION_WINDOWS", 64)
-        patch.setattr(session, "LENGTH", 10)
-        yield
-
 
 TINY = Config(size="tiny", steps=40, batch=8)
 FP8 = [recipe for recipe in DEFAULT if recipe not in ("fp32", "bf16", "fp16")]

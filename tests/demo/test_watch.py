@@ -4,22 +4,14 @@ import io
 import math
 from dataclasses import replace
 
-import pytest
 from made_reports import made_up
 from rich.console import Console
 
 from fp8engine.auto import Alarm
-from fp8engine.demo import Config, Session, config, session, train
+from fp8engine.demo import Config, Session, train
 from fp8engine.demo.progress import Lines, Watch, last, layers, shown
 from fp8engine.report.table import Report
 from fp8engine.scaling.table import ROLES
-
-
-@pytest.fixture(autouse=True)
-def short(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is measured beside the training takes less time."""
-    monkeypatch.setattr(config, "VALIDATION_WINDOWS", 16)
-    monkeypatch.setattr(session, "LENGTH", 10)
 
 
 def cells(report: Report, heading: str, most: int = 99) -> list[str]:

@@ -1,6 +1,5 @@
 """`fp8engine export` as a person and as a script use it."""
 
-import json
 import os
 from pathlib import Path
 from typing import Any
@@ -9,15 +8,15 @@ import pytest
 import tiny_models
 import torch
 import transformers
+from command_line import call, refused, shown, told
 from safetensors.torch import load_file, save_file
-from typer.testing import CliRunner
 
-from fp8engine.cli import app
 from fp8engine.export.hf import load
 
 
-def call(*arguments: object):
-    return CliRunner().invoke(app, ["export", *map(str, arguments)])
+def refuse(why: str, *arguments: object) -> None:
+    """Behind whatever transformers says of the files."""
+    refused(why, "export", *arguments, alone=False)
 
 
 @pytest.fixture
@@ -32,23 +31,20 @@ def test_json_says_what_was_written(plain: Path, tmp_path: Path):
     out = tmp_path / "out"
     model: Any = tiny_models.llama_of_blocks()
     model.save_pretrained(plain)
-    result = call(plain, out, "--recipe", "blockwise", "--dtype", "bf16", "--skip", "*.down_proj", "--json")
-    assert result.exit_code == 0, result.output
-    told = json.loads(result.stdout)
-    assert told["files"] == sorted(os.listdir(out))
-    assert (told["layout"], told["recipe"], len(told["layers"])) == ("fp8", "blockwise", 6)
-    left = {row["name"]: row["reason"] for row in told["left"]}
+    found = told("export", plain, out, "--recipe", "blockwise", "--dtype", "bf16", "--skip", "*.down_proj")
+    assert found["files"] == sorted(os.listdir(out))
+    assert (found["layout"], found["recipe"], len(found["layers"])) == ("fp8", "blockwise", 6)
+    left = {row["name"]: row["reason"] for row in found["left"]}
     assert {"lm_head", "model.embed_tokens", "model.layers.0.mlp.down_proj"} <= set(left)
-    assert told["bytes_after"] == (out / "model.safetensors").stat().st_size < told["bytes_before"]
+    assert found["bytes_after"] == (out / "model.safetensors").stat().st_size < found["bytes_before"]
     assert load_file(out / "model.safetensors")["lm_head.weight"].dtype == torch.bfloat16
     assert load(out)
 
 
 def test_a_person_gets_a_table(plain: Path, tmp_path: Path):
-    result = call(plain, tmp_path / "out", "--layout", "fp8engine", "--max-shard-size", "20KB")
-    assert result.exit_code == 0, result.output
+    text = shown("export", plain, tmp_path / "out", "--layout", "fp8engine", "--max-shard-size", "20KB")
     for part in ("model.layers.0-1.mlp.up_proj × 2", "output head", "note: ", "14 layers in FP8 (current; layout fp8e"):
-        assert part in result.stdout, part
+        assert part in text, part
     assert len(list((tmp_path / "out").glob("*.safetensors"))) > 1
 
 
@@ -60,7 +56,7 @@ def test_what_it_refuses(plain: Path, tmp_path: Path):
     refuse("not an empty folder", plain, plain)
     refuse("unknown --skip pattern (no linear layer matches it)", plain, tmp_path / "out", "--skip", "nothing")
     refuse("--max-shard-size '5XB': want a number and", plain, tmp_path / "out", "--max-shard-size", "5XB")
-    assert call(plain, tmp_path / "first").exit_code == 0
+    shown("export", plain, tmp_path / "first")
     refuse("quantised already (compressed-tensors)", tmp_path / "first", tmp_path / "out")
     (plain / "model.safetensors").write_bytes(b"")
     refuse("transformers cannot load", plain, tmp_path / "out")
@@ -87,30 +83,25 @@ def test_a_folder_that_lacks_a_weight_is_refused(plain: Path, tmp_path: Path):
     held = load_file(plain / "model.safetensors")
     del held["model.layers.1.mlp.up_proj.weight"]
     save_file(held, plain / "model.safetensors", metadata={"format": "pt"})
-    told = "1 weights of LlamaForCausalLM are not in its files, 'model.layers.1.mlp.up_proj.weight'"
-    refuse(told, plain, tmp_path / "out")
+    refuse(
+        "1 weights of LlamaForCausalLM are not in its files, 'model.layers.1.mlp.up_proj.weight'",
+        plain,
+        tmp_path / "out",
+    )
     assert not (tmp_path / "out").exists()
 
 
 def test_nobody_watches_a_bar_in_a_pipe(plain: Path, tmp_path: Path):
-    shown = transformers.logging.is_progress_bar_enabled()
+    before = transformers.logging.is_progress_bar_enabled()
     transformers.logging.enable_progress_bar()
     try:
-        result = call(plain, tmp_path / "out")
+        result = call("export", plain, tmp_path / "out")
         assert transformers.logging.is_progress_bar_enabled()
     finally:
-        if not shown:
+        if not before:
             transformers.logging.disable_progress_bar()
     assert result.exit_code == 0
     assert result.stderr == ""
-
-
-def refuse(told: str, *arguments: object) -> None:
-    result = call(*arguments)
-    assert result.exit_code == 2, result.output
-    assert result.stdout == ""
-    assert told in result.stderr
-    assert result.stderr.strip().splitlines()[-1].startswith("error: ")
 
 
 def test_auto_decides_from_the_given_text(tmp_path: Path):
@@ -126,10 +117,8 @@ def test_auto_decides_from_the_given_text(tmp_path: Path):
     refuse("recipe 'auto' decides from what the layers see while the model reads a text", *to, "auto")
     refuse("leave it out", *to, "rowwise", *text)
     refuse("has no tokenizer", *to, "auto", *text[:2])
-    result = call(*to, "auto", *text, "--skip", "*.down_proj", "--json")
-    assert result.exit_code == 0, result.output
-    told = json.loads(result.stdout)
-    recipes = {row["name"].rpartition(".")[2]: row["recipe"] for row in told["layers"]}
+    found = told("export", *to, "auto", *text, "--skip", "*.down_proj")
+    recipes = {row["name"].rpartition(".")[2]: row["recipe"] for row in found["layers"]}
     assert recipes["o_proj"] == "rowwise_exact"
     assert recipes["gate_proj"] == recipes["up_proj"]
     assert "down_proj" not in recipes

@@ -15,20 +15,13 @@ import pytest
 import torch
 from support import same
 
-from fp8engine.demo import Config, DemoError, Keeping, Session, config, disk, run, session, train
+from fp8engine.demo import Config, DemoError, Keeping, Session, disk, run, train
 from fp8engine.demo.config import read
 from fp8engine.demo.trainer import Trainer
 from fp8engine.errors import StateError
 from fp8engine.report.state import scaling_state_dict
 
 CONFIG = Config(size="tiny", steps=8, batch=2)
-
-
-@pytest.fixture(autouse=True)
-def short(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is measured beside the training takes less time."""
-    monkeypatch.setattr(config, "VALIDATION_WINDOWS", 16)
-    monkeypatch.setattr(session, "LENGTH", 10)
 
 
 def fresh(recipe: str = "delayed", config: Config = CONFIG, seed: int = 0) -> Trainer:
@@ -201,12 +194,15 @@ def test_a_checkpoint_that_is_not_there(tmp_path: Path):
 @pytest.mark.parametrize("broken", ["fsync", "replace"])
 def test_a_full_disk_leaves_the_old_file_whole(broken: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     path = tmp_path / "x.pt"
+    disk.write(path, b"older")
+    path.chmod(0o640)
     disk.write(path, b"old")
     full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     monkeypatch.setattr(os, broken, mock.Mock(side_effect=full))
     with pytest.raises(DemoError, match=r"cannot write .*x.pt: No space left on device; what was there before"):
         disk.write(path, b"new")
     assert path.read_bytes() == b"old"
+    assert path.stat().st_mode & 0o777 == 0o640
     assert os.listdir(tmp_path) == ["x.pt"]
 
 
