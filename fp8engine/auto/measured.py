@@ -150,7 +150,7 @@ class _Trial:
                 yield controller, [replace(each, paid=dict.fromkeys(budget.forwards_in_fp8(each))) for each in bare]
             else:
                 nats = allowed * cost / self.whole
-                yield controller, budget.spend(bare, controller.reads, controller.flops(), nats)
+                yield controller, budget.spend(bare, controller.reads, controller.flops, nats)
 
     def losses(self, allowed: float | None, batches: Sequence) -> list[float]:
         """The loss of each batch; of several ranks, the first rank's."""
