@@ -272,7 +272,7 @@ class Controller(Known):
     def _decide_outputs(self, sample: PendingSample) -> None:
         """Decide on the storage of the layers' results, once their operands' casts are decided."""
         outputs = self.outputs
-        changed, found = outputs.decide(sample.tables.slots, sample.tables.counts, sample.tables.rules)
+        changed, found = outputs.decide(sample.tables)
         self.state.reserve(self.layers[i].layer for i, (_, after) in changed.items() if after.format.is_fp8)
         for i, measured in found.items():
             now = outputs.stored[i]

@@ -134,7 +134,7 @@ class Known:
             "begun": state.begun,
             "decides_next": state.decides_next,
             "between": self.between.kept(state),
-            "choices": choices_to_list(self.choices),
+            "choices": choices_to_list(self.groups()),
             "log": [change.to_dict() for change in self.log],
             "trends": self.history.trends_to_dict(),
             **self.outputs.state_dict(),
@@ -219,9 +219,8 @@ class Known:
         return {**self.__dict__, "pending": None, "watched": None}
 
 
-def choices_to_list(choices: Mapping[int, Choice]) -> list[dict]:
-    """Each group's choice once, in types that JSON knows; the log has the reasons."""
-    groups = {id(choice): choice for choice in choices.values()}.values()
+def choices_to_list(groups: Iterable[Choice]) -> list[dict]:
+    """The choice of each group, in types that JSON knows; the log has the reasons."""
     return [
         {key: getattr(choice, key) for key in OF_CHOICE}
         | {"fades": choice.fades_db, "cheaper": [[*key, count] for key, count in choice.cheaper.items()]}
@@ -231,12 +230,12 @@ def choices_to_list(choices: Mapping[int, Choice]) -> list[dict]:
 
 
 def choices_from_list(found: Iterable[Mapping]) -> dict[int, Choice]:
-    """The inverse of `choices_to_list`.
+    """The inverse of `choices_to_list`, by layer.
 
     >>> from fp8engine.scaling.choice import begin
     >>> from fp8engine.numerics.recipe import auto
     >>> choices = {0: begin([0], auto())}
-    >>> choices_from_list(choices_to_list(choices)) == choices
+    >>> choices_from_list(choices_to_list([choices[0]])) == choices
     True
     """
     choices = {}
