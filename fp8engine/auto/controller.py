@@ -173,11 +173,11 @@ class Controller(Known):
         """Layers whose amaxes have moved far since they were sampled, with their groups."""
         if self.plan is not None or self.frozen or self.pending is not None:
             return set()
-        found, number, new = set(), max(self.step, 0) // self.recipe.interval, None
+        found, number = set(), max(self.step, 0) // self.recipe.interval
         amax_S = self.state.step_amax_S
         if self.watched is None and amax_S is not None and looks(self.step, several_ranks(self.state)):
-            self.watched = new = start_copy(self.step, self.state, [amax_S])
-        if self.watched is not None and self.watched.arrived(self.watched is new):
+            self.watched = start_copy(self.step - 1, self.state, [amax_S])
+        if self.watched is not None and self.watched.arrived(self.step):
             moved = self.moves.moved(self.amaxes(self.watched.copy.tensors[0]), number)
             at = [self.by_layer[layer] for layer in moved if layer in self.by_layer]
             groups = [self.choices[i].layers for i in at if i in self.choices]
@@ -195,7 +195,6 @@ class Controller(Known):
         may: whether a decision may be adopted now (between.py).
         """
         state = self.state
-        new = None
         if state.samples is not None:
             failed = dict(sorted(state.samples.failed.items()))
             for why in set(failed.values()):
@@ -203,9 +202,9 @@ class Controller(Known):
                 self.failures.tell(f"step {self.step - 1}: {some(names)} could not be sampled", why)
             amax_S = state.live_2S[0].clone() if state.step_amax_S is None else state.step_amax_S
             tables = [*state.samples.finish(self.sizes(), backward), state.counts_CS.clone(), amax_S]
-            self.pending = new = start_copy(max(self.step - 1, 0), state, tables, alike=[state.rules_3S])
+            self.pending = start_copy(max(self.step - 1, 0), state, tables, alike=[state.rules_3S])
             state.sample(None)
-        if self.pending is not None and may and (wait or self.pending.arrived(self.pending is new)):
+        if self.pending is not None and may and (wait or self.pending.arrived(self.step)):
             sample, self.pending = self.pending, None
             if wait:
                 sample.copy.wait()

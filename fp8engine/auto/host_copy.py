@@ -45,13 +45,13 @@ class PendingSample:
         """The copies, which hold their values once it has arrived."""
         return Copied(*self.copy.tensors)
 
-    def arrived(self, just_started: bool) -> bool:
-        """Whether the copy can be read.  Several ranks wait for it one step after its start, all at the same step."""
+    def arrived(self, now: int) -> bool:
+        """Whether the copy can be read when step `now` begins.  Several ranks wait for it, all two steps after `step`."""
         if not self.several_ranks:
             return self.copy.done()
-        if not just_started:
+        if now > self.step + 1:
             self.copy.wait()
-        return not just_started
+        return now > self.step + 1
 
 
 def start_copy(
