@@ -46,7 +46,7 @@ class PendingSample:
         return Copied(*self.copy.tensors)
 
     def arrived(self, now: int) -> bool:
-        """Whether the copy can be read when step `now` begins.  Several ranks wait for it, all two steps after `step`."""
+        """Whether the copy can be read when step `now` begins.  Several ranks wait for it, two steps after `step`."""
         if not self.several_ranks:
             return self.copy.done()
         if now > self.step + 1:
