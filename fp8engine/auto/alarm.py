@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections import deque
+from collections.abc import Iterable
 from typing import NamedTuple
 
 WINDOW = 16  # samples
@@ -47,10 +48,10 @@ class Trend:
     step 128 up.input: amax/rms x16 in 128 steps, now 16
     """
 
-    def __init__(self, slot: str):
+    def __init__(self, slot: str, points: Iterable[tuple[int, float]] = (), warned: float = -math.inf):
         self.slot = slot
-        self.points: deque[tuple[int, float]] = deque(maxlen=WINDOW)
-        self.warned = -math.inf  # height of the trend line at the last alarm
+        self.points = deque(points, maxlen=WINDOW)
+        self.warned = warned  # height of the trend line at the last alarm
 
     def add(self, step: int, ratio: float) -> Alarm | None:
         """Add a sample; returns the alarm that it raises."""

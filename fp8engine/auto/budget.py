@@ -14,16 +14,16 @@ casts.  How much the sum may be, losses say that are measured (measured.py).
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import NamedTuple
 
 from fp8engine.auto.policy import price
+from fp8engine.numerics.formats import E4M3
 from fp8engine.scaling.choice import GRANULARITIES, OPERANDS, Casts, Choice
-from fp8engine.scaling.reads import OPTIONS, READS, Reads
+from fp8engine.scaling.reads import READS, Reads
 
 FINER = 0.1  # of the matmul's time that finer scales are taken to need
 FULL, LOW = 0.9, 0.5  # of the budget: filled to the first; everything is decided anew below the second
-FORWARD = OPERANDS["forward"]
 
 
 class Spent(NamedTuple):
@@ -72,59 +72,57 @@ def spend(
 
     flops: of each layer's forward.  Choices that stay are the same objects.
     """
-    able = [choice for choice in choices if known(choice, seen)]
-    kept = {id(choice): _still_finer(choice) for choice in able}
-    total = sum(cost(choice, kept[id(choice)], seen) for choice in able)
-    anew = total < LOW * nats and any(kept.values())
-    if anew:
-        kept = {key: {} for key in kept}
-    if anew or total > nats:
-        kept = _fill(able, kept, seen, flops, FULL * nats)
-    paid = [kept.get(id(choice), choice.paid) for choice in choices]
-    return [
-        choice if new == choice.paid else replace(choice, paid=new) for choice, new in zip(choices, paid, strict=True)
-    ]
+    able = {i: choice for i, choice in enumerate(choices) if known(choice, seen)}
+    new = {i: replace(choice, paid=_still_finer(choice)) for i, choice in able.items()}
+    total = sum(cost(choice, seen) for choice in new.values())
+    if total < LOW * nats and any(choice.paid for choice in new.values()):
+        new = _fill({i: replace(choice, paid={}) for i, choice in able.items()}, seen, flops, FULL * nats)
+    elif total > nats:
+        new = _fill(new, seen, flops, FULL * nats)
+    return [new[i] if i in new and new[i].paid != choice.paid else choice for i, choice in enumerate(choices)]
 
 
-def _fill(choices, kept, seen, flops, nats: float):
-    """Steps in the order of nats saved for time taken, until the sum is no more than `nats`."""
-    total = sum(cost(choice, kept[id(choice)], seen) for choice in choices)
-    best_of = lambda choice: max(_steps(choice, kept[id(choice)], seen, flops), default=None)  # noqa: E731
-    steps = {id(choice): best_of(choice) for choice in choices}
-    while total > nats and (left := [step for step in steps.values() if step]):
-        best = max(left)
-        kept[id(best.choice)] = best.paid
-        steps[id(best.choice)] = best_of(best.choice)
-        total -= best.saves
-    return kept
+class _Step(NamedTuple):
+    """What a group becomes.  worth: nats saved for each FLOP that it takes.  saves: nats."""
 
-
-@dataclass(frozen=True)
-class _Step:
-    """What a group's casts become.  saves: nats.  takes: FLOPs.  The better of two steps saves more for each FLOP."""
-
-    choice: Choice
-    paid: dict
+    worth: float
     saves: float
-    takes: float
-
-    def __lt__(self, other: _Step) -> bool:
-        return self.saves / self.takes < other.saves / other.takes
+    choice: Choice
 
 
-def _steps(choice: Choice, paid: dict, seen: Mapping[int, Reads], flops: Mapping[int, float]):
-    """Every step that a group can take from where it is."""
-    now, used = cost(choice, paid, seen), {**choice.matmuls, **paid}
-    in_fp8 = {i: casts for i in choice.layers if (casts := used.get((i, "forward")))}
-    place = max(map(price, in_fp8.values()), default=0)
-    tried = [
-        (paid | {(i, "forward"): _finest(granularity) for i in in_fp8}, FINER * sum(flops[i] for i in in_fp8))
-        for granularity in GRANULARITIES[place + 1 :]
+def _fill(
+    choices: Mapping[int, Choice], seen: Mapping[int, Reads], flops: Mapping[int, float], nats: float
+) -> dict[int, Choice]:
+    """Steps in the order of nats saved for time taken, until the sum is no more than `nats`."""
+    found = dict(choices)
+    total = sum(cost(choice, seen) for choice in found.values())
+    steps = {i: _best_step(choice, seen, flops) for i, choice in found.items()}
+    while total > nats and (left := {i: step for i, step in steps.items() if step}):
+        i, best = max(left.items(), key=lambda step: step[1].worth)
+        found[i] = best.choice
+        steps[i] = _best_step(best.choice, seen, flops)
+        total -= best.saves
+    return found
+
+
+def _best_step(choice: Choice, seen: Mapping[int, Reads], flops: Mapping[int, float]) -> _Step | None:
+    """The best step that a group can take from where it is; None where none saves anything.
+
+    Finer casts are to E4M3, which an input then has for all of its layers.
+    """
+    now, used, forwards = cost(choice, seen), choice.used, forwards_in_fp8(choice)
+    place = max((price(used[key]) for key in forwards), default=0)
+    takes = FINER * sum(flops[i] for i, _ in forwards)
+    tried: list[tuple[Mapping[tuple[int, str], Casts | None], float]] = [
+        (dict.fromkeys(forwards, Casts(granularity, E4M3, E4M3)), takes) for granularity in GRANULARITIES[place + 1 :]
     ]
-    tried += [(paid | {(i, "forward"): None}, flops[i]) for i in in_fp8]
-    for new, takes in tried:
-        if (saves := now - cost(choice, new, seen)) > 0:
-            yield _Step(choice, new, saves, takes)
+    tried += [({key: None}, flops[key[0]]) for key in forwards]
+    steps = []
+    for paid, takes in tried:
+        new = replace(choice, paid={**choice.paid, **paid})
+        if (saves := now - cost(new, seen)) > 0:
+            steps.append(_Step(saves / takes, saves, new))
+    return max(steps, key=lambda step: step.worth, default=None)
 
 
 def _still_finer(choice: Choice) -> dict:
@@ -133,33 +131,31 @@ def _still_finer(choice: Choice) -> dict:
     return {key: casts for key, casts in choice.paid.items() if key in base and price(casts) > price(base[key])}
 
 
-def _finest(granularity: str) -> Casts:
-    """The casts of a forward at a finer granularity: E4M3, which an input then has for all of its layers."""
-    e4m3 = next(format for each, format in OPTIONS if each == granularity)
-    return Casts(granularity, e4m3, e4m3)
+def forwards_in_fp8(choice: Choice) -> list[tuple[int, str]]:
+    """The forward matmuls of a choice that are in FP8."""
+    return [(i, "forward") for i in choice.layers if (i, "forward") in choice.used]
 
 
-def cost(choice: Choice, paid: Mapping, seen: Mapping[int, Reads]) -> float:
-    """Predicted nats of a group's forward casts, where the budget has paid for `paid`."""
-    used = {**choice.matmuls, **paid}
-    return sum(_cost(seen[i], used.get((i, "forward"))) for i in choice.layers)
+def cost(choice: Choice, seen: Mapping[int, Reads]) -> float:
+    """Predicted nats of a group's forward casts."""
+    used = choice.used
+    return sum(
+        sum(cost_of(seen[i], used.get((i, "forward")), role) for role in OPERANDS["forward"]) for i in choice.layers
+    )
 
 
 def known(choice: Choice, seen: Mapping[int, Reads]) -> bool:
     """Whether the costs of all of a group's layers are known."""
-    reads = [READS.index((role, "forward")) for role in FORWARD]
+    reads = [READS.index((role, "forward")) for role in OPERANDS["forward"]]
     return all(i in seen and all(map(seen[i].knows_cost, reads)) for i in choice.layers)
 
 
 def all_costs(choices: Sequence[Choice], seen: Mapping[int, Reads]) -> float:
     """Predicted nats of the forward casts of all groups whose costs are known."""
-    return sum(cost(choice, choice.paid, seen) for choice in choices if known(choice, seen))
+    return sum(cost(choice, seen) for choice in choices if known(choice, seen))
 
 
 def cost_of(seen: Reads, casts: Casts | None, role: str) -> float:
     """Nats that the cast of one operand of a forward costs; 0 in 16 bits."""
-    return 0.0 if casts is None else seen.cost(READS.index((role, "forward")), casts.option(FORWARD.index(role)))
-
-
-def _cost(seen: Reads, casts: Casts | None) -> float:
-    return sum(cost_of(seen, casts, role) for role in FORWARD)
+    read, operand = READS.index((role, "forward")), OPERANDS["forward"].index(role)
+    return 0.0 if casts is None else seen.cost(read, casts.option(operand))

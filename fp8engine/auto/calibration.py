@@ -27,26 +27,20 @@ def calibrate(model: nn.Module, controllers: Sequence[Controller], example_input
         return
     args, kwargs = arguments(example_inputs)
     wanted = [p for p in model.parameters() if p.requires_grad]
-    loss = None
     with untouched(model):
         for controller in active:
-            controller.state.on_step = None
             controller.begin_sampling()
             controller.state.decides_next = True  # forwards without gradients are sampled too
-        try:
-            with torch.enable_grad():
-                loss = loss_of(model(*args, **kwargs))
-                loss = loss if loss is not None and loss.requires_grad else None
-                if loss is not None and not _run_backward(loss, wanted):
-                    loss = None
-                    warnings.warn(
-                        "example_inputs calibrate the forward alone: a reentrant checkpoint of the model allows no "
-                        "gradient here; use_reentrant=False does",
-                        stacklevel=3,
-                    )
-        finally:
-            for controller in active:
-                controller.state.on_step, controller.state.decides_next = controller.begin_step, False
+        with torch.enable_grad():
+            loss = loss_of(model(*args, **kwargs))
+            loss = loss if loss is not None and loss.requires_grad else None
+            if loss is not None and not _run_backward(loss, wanted):
+                loss = None
+                warnings.warn(
+                    "example_inputs calibrate the forward alone: a reentrant checkpoint of the model allows no "
+                    "gradient here; use_reentrant=False does",
+                    stacklevel=3,
+                )
     for controller in active:
         controller.calibrate(loss)
 

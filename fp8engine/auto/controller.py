@@ -28,7 +28,7 @@ import torch
 
 from fp8engine.auto import budget
 from fp8engine.auto.failures import some
-from fp8engine.auto.host_copy import PendingSample, amaxes_of, several_ranks, start_copy, start_look
+from fp8engine.auto.host_copy import PendingSample, several_ranks, start_copy
 from fp8engine.auto.known import Known
 from fp8engine.auto.log import Change, Plan, SlotChange
 from fp8engine.auto.outputs import Outputs
@@ -37,8 +37,8 @@ from fp8engine.auto.reading import outcome_of, paid_for, read, remember, saturat
 from fp8engine.auto.schedule import is_sampled, looks
 from fp8engine.autograd.numerics import Numerics
 from fp8engine.errors import StrictError
-from fp8engine.numerics.recipe import ROLES, Cast, Recipe
-from fp8engine.scaling.choice import Choice, SlotKey, in_16_bits, label, recipe_of
+from fp8engine.numerics.recipe import ROLES, Auto, Cast
+from fp8engine.scaling.choice import Choice, SlotKey, in_16_bits, label
 from fp8engine.scaling.prediction import Measured
 from fp8engine.scaling.sample import outside_of_autocast
 from fp8engine.scaling.table import OUTPUT
@@ -48,13 +48,10 @@ UNUSUAL = 32.0  # amax over rms: a normal distribution has 5, at a million eleme
 
 
 class Controller(Known):
-    """Decides for the layers of one scaling state whose recipes are `Auto`, at the interval of the first one.
+    """Decides for the layers of one scaling state whose recipes are `Auto`, at the interval of the first one."""
 
-    Raises InvalidRecipe for recipes that disagree on more than needs.
-    """
-
-    def __init__(self, layers: Sequence[Numerics], shapes: Sequence[tuple[int, ...]], plan: Plan | None = None):
-        super().__init__(layers, shapes, plan)
+    def __init__(self, layers: Sequence[tuple[Numerics, tuple[int, ...], Auto]], plan: Plan | None = None):
+        super().__init__(layers, plan)
         if plan is not None:
             for numerics in self.layers:
                 numerics.adopt(plan.start)
@@ -176,11 +173,12 @@ class Controller(Known):
         """Layers whose amaxes have moved far since they were sampled, with their groups."""
         if self.plan is not None or self.frozen or self.pending is not None:
             return set()
-        found, number, new = set(), max(self.step, 0) // self.recipe.interval, None
-        if self.watched is None and looks(self.step, several_ranks(self.state)):
-            self.watched = new = start_look(self.step, self.state)
-        if self.watched is not None and self.watched.arrived(self.watched is new):
-            moved = self.moves.moved(amaxes_of(self.watched.copy.tensors[0], len(self.state.layers)), number)
+        found, number = set(), max(self.step, 0) // self.recipe.interval
+        amax_S = self.state.step_amax_S
+        if self.watched is None and amax_S is not None and looks(self.step, several_ranks(self.state)):
+            self.watched = start_copy(self.step - 1, self.state, [amax_S])
+        if self.watched is not None and self.watched.arrived(self.step):
+            moved = self.moves.moved(self.amaxes(self.watched.copy.tensors[0]), number)
             at = [self.by_layer[layer] for layer in moved if layer in self.by_layer]
             groups = [self.choices[i].layers for i in at if i in self.choices]
             found, self.watched = {self.layers[i].layer for group in groups for i in group}, None
@@ -197,15 +195,16 @@ class Controller(Known):
         may: whether a decision may be adopted now (between.py).
         """
         state = self.state
-        new = None
         if state.samples is not None:
             failed = dict(sorted(state.samples.failed.items()))
             for why in set(failed.values()):
                 names = [self._name(self._slot(row)) for row in failed if failed[row] == why]
                 self.failures.tell(f"step {self.step - 1}: {some(names)} could not be sampled", why)
-            self.pending = new = start_copy(max(self.step - 1, 0), state, state.samples.finish(self.sizes(), backward))
+            amax_S = state.live_2S[0].clone() if state.step_amax_S is None else state.step_amax_S
+            tables = [*state.samples.finish(self.sizes(), backward), state.counts_CS.clone(), amax_S]
+            self.pending = start_copy(max(self.step - 1, 0), state, tables, alike=[state.rules_3S])
             state.sample(None)
-        if self.pending is not None and may and (wait or self.pending.arrived(self.pending is new)):
+        if self.pending is not None and may and (wait or self.pending.arrived(self.step)):
             sample, self.pending = self.pending, None
             if wait:
                 sample.copy.wait()
@@ -233,7 +232,8 @@ class Controller(Known):
             seen = {i: self.reads[i] for i in choice.layers if i in usable}
             new = decide(seen, needs, choice) if seen else replace(choice, reasons=None)
             after.append(new if new.reasons else widen(new, saturated(self, choice, counts)))
-        paid = self._spend(after)
+        allowed = self.allowed
+        paid = after if allowed is None else budget.spend(after, self.reads, self.flops, allowed)
         for old, new, final in zip(before, after, paid, strict=True):
             if final is not new:
                 final = replace(final, reasons={**reasons(final, new, paid_for(self, final)), **(new.reasons or {})})
@@ -241,11 +241,7 @@ class Controller(Known):
         self.counts = counts
         sampled = {self.layers[i].layer for i, _ in found}
         whole = is_sampled(sample.step, self.recipe.interval)
-        self.moves.sampled(sampled, amaxes_of(sample.tables.amax_S, len(self.state.layers)), whole)
-
-    def _spend(self, choices: Sequence[Choice]) -> list[Choice]:
-        """The choices with the finer casts and the 16 bits that the budget of loss asks for."""
-        return list(choices) if self.allowed is None else budget.spend(choices, self.reads, self.flops(), self.allowed)
+        self.moves.sampled(sampled, self.amaxes(sample.tables.amax_S), whole)
 
     def settle(self, choices: Sequence[Choice], why: str) -> None:
         """Adopt the choices of all groups before the next step begins, for that reason."""
@@ -260,8 +256,7 @@ class Controller(Known):
         """Give a group's layers the recipes of its new choice, and log the reasons."""
         for i in new.layers:
             self.choices[i] = new
-            before, after = (recipe_of(self.recipes[i], choice, i) for choice in (old, new))
-            if not new.reasons or after == before:
+            if not new.reasons or self.recipe_under(new, i) == self.recipe_under(old, i):
                 continue
             slots = []
             for slot, why in new.reasons.items():
@@ -271,12 +266,12 @@ class Controller(Known):
                     if measured is not None and measured.crest >= UNUSUAL:
                         why = f"{why} (amax {measured.crest:.0f}x rms)"
                     slots.append(slot_change(self._name(slot), (label(slot, old), label(slot, new)), why, outcome))
-            self._change(i, after, slots)
+            self._change(i, slots)
 
     def _decide_outputs(self, sample: PendingSample) -> None:
         """Decide on the storage of the layers' results, once their operands' casts are decided."""
         outputs = self.outputs
-        changed, found = outputs.decide(sample.tables.slots, sample.tables.counts, sample.tables.rules)
+        changed, found = outputs.decide(sample.tables)
         self.state.reserve(self.layers[i].layer for i, (_, after) in changed.items() if after.format.is_fp8)
         for i, measured in found.items():
             now = outputs.stored[i]
@@ -285,8 +280,9 @@ class Controller(Known):
         for i, (before, after) in changed.items():
             outcome = found[i].predict(Cast(after.format), after.margin) if i in found else None
             slot = slot_change(self._name((i, OUTPUT)), (before.label, after.label), after.reason, outcome)
-            self._change(i, recipe_of(self.recipes[i], self.choices[i], i), [slot])
+            self._change(i, [slot])
 
-    def _change(self, i: int, recipe: Recipe, slots: Sequence[SlotChange]) -> None:
-        self.layers[i].adopt(self.outputs.with_output(i, recipe))
-        self.log.append(Change(self.step, self.layers[i].name, self.layers[i].recipe, tuple(slots)))
+    def _change(self, i: int, slots: Sequence[SlotChange]) -> None:
+        numerics = self.layers[i]
+        numerics.adopt(self.recipe_under(self.choices[i], i))
+        self.log.append(Change(self.step, numerics.name, numerics.recipe, tuple(slots)))

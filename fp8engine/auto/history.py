@@ -142,7 +142,7 @@ class History:
         self.spreads: dict[str, Spread] = {}
         self.trends: dict[str, Trend] = {}
         self.alarms: list[Alarm] = []
-        self.untold: list[Alarm] = []  # of which no listener knows yet
+        self.told = 0  # alarms that the listeners know
         self.remedies: dict[str, str] = {}
         self.listeners: list[Callable[[Alarm], object]] = []
 
@@ -151,20 +151,17 @@ class History:
 
     def enter(self, step: int, slot: str, cast: str, measured: Measured, found: Prediction) -> None:
         """Add one slot's statistics and the prediction for its cast."""
-        samples = self.samples.setdefault(slot, Samples())
-        amax, rms, kurtosis = float(measured.amax), float(measured.rms), float(measured.kurtosis)
-        sqnr, flushed, saturated = (float(number) for number in found[:3])
-        samples.append(Sample(step, cast, amax, rms, kurtosis, sqnr, flushed, saturated, int(measured.nonfinite)))
-        self.spreads[slot] = Spread(step, float(measured.amax), measured.tensor[0].astype(numpy.int32))
+        shares = found.sqnr_db, found.flushed, found.saturated
+        sample = Sample(step, cast, measured.amax, measured.rms, measured.kurtosis, *shares, measured.nonfinite)
+        self.samples.setdefault(slot, Samples()).append(sample)
+        self.spreads[slot] = Spread(step, measured.amax, measured.tensor[0].astype(numpy.int32))
         alarm = self.trends.setdefault(slot, Trend(slot)).add(step, measured.crest)
         if alarm is not None:
-            alarm = alarm._replace(remedy=self.remedies.get(slot, ""))
-            self.alarms.append(alarm)
-            self.untold.append(alarm)
+            self.alarms.append(alarm._replace(remedy=self.remedies.get(slot, "")))
 
     def tell(self) -> None:
         """Give the alarms raised since to the listeners, whose errors are their user's."""
-        untold, self.untold = self.untold, []
+        untold, self.told = self.alarms[self.told :], len(self.alarms)
         for alarm in untold:
             for listener in list(self.listeners):  # a copy: a listener may remove itself
                 listener(alarm)
@@ -182,8 +179,4 @@ class History:
 
 def trends_from_dict(found: Mapping) -> dict[str, Trend]:
     """The inverse of `History.trends_to_dict`."""
-    trends = {slot: Trend(slot) for slot in found}
-    for slot, kept in found.items():
-        trends[slot].points.extend((int(step), float(ratio)) for step, ratio in kept["looks"])
-        trends[slot].warned = float(kept["warned"])
-    return trends
+    return {slot: Trend(slot, map(tuple, kept["looks"]), kept["warned"]) for slot, kept in found.items()}

@@ -2,31 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 
-from fp8engine import _numpy as numpy
 from fp8engine.files import HostCopy
 from fp8engine.ops import ranks
-from fp8engine.scaling.sample import Tables
-from fp8engine.scaling.table import ROLES, ScalingState
+from fp8engine.scaling.table import ScalingState
 
 
 class Copied(NamedTuple):
     """Tables of a sampled step on the host.
 
     slots, reads, loss: as `scaling.sample.Tables`.  counts: the state's counters when the step had ended.
-    rules: the state's rules then, with margins that have widened on the device.  amax_S: -1 for slots that did not run.
+    amax_S: -1 for slots that did not run.  rules: the state's rules then, with margins that have widened on the device.
     """
 
     slots: torch.Tensor
     reads: torch.Tensor
     loss: torch.Tensor
     counts: torch.Tensor
-    rules: torch.Tensor
     amax_S: torch.Tensor
+    rules: torch.Tensor
 
 
 @dataclass(frozen=True)
@@ -46,39 +45,25 @@ class PendingSample:
         """The copies, which hold their values once it has arrived."""
         return Copied(*self.copy.tensors)
 
-    def arrived(self, just_started: bool) -> bool:
-        """Whether the copy can be read.  Several ranks wait for it one step after its start, all at the same step."""
+    def arrived(self, now: int) -> bool:
+        """Whether the copy can be read when step `now` begins.  Several ranks wait for it, two steps after `step`."""
         if not self.several_ranks:
             return self.copy.done()
-        if not just_started:
+        if now > self.step + 1:
             self.copy.wait()
-        return not just_started
+        return now > self.step + 1
 
 
-def amaxes_of(amax_S: torch.Tensor, layers: int) -> numpy.ndarray:
-    """The amaxes of the operands of each layer, [layers, 3]."""
-    return amax_S[: len(ROLES) * layers].view(layers, len(ROLES)).double().numpy()
+def start_copy(
+    step: int, state: ScalingState, tables: Sequence[torch.Tensor], alike: Sequence[torch.Tensor] = ()
+) -> PendingSample:
+    """Start the copy of tables of a step; on several ranks, of the first rank's, which the tables then hold.
 
-
-def start_copy(step: int, state: ScalingState, tables: Tables) -> PendingSample:
-    """Start the copy of what a step has left in the tables; on several ranks, of what the first rank's step has."""
-    counts_CS = state.counts_CS.clone()
-    amax_S = state.live_2S[0].clone() if state.step_amax_S is None else state.step_amax_S
-    agreed = False
-    for group in _groups(state):  # each of them, whatever the one before has said
-        agreed |= ranks.agree(tables.slots_SL, group)
-        for table in (*tables[1:], counts_CS, amax_S):
-            ranks.agree(table, group)
-    copy = HostCopy([*tables, counts_CS, state.rules_3S, amax_S])
-    return PendingSample(step, copy, agreed and counts_CS.is_cuda)  # on a CPU the copy is there at once, on every rank
-
-
-def start_look(step: int, state: ScalingState) -> PendingSample | None:
-    """Start the copy of the last step's amaxes; on several ranks, of the first rank's.  None where it had none."""
-    if (amax_S := state.step_amax_S) is None:
-        return None
-    agreed = sum(ranks.agree(amax_S, group) for group in _groups(state))
-    return PendingSample(step, HostCopy([amax_S]), bool(agreed) and amax_S.is_cuda)
+    alike: tables behind those, which are the same on all ranks.
+    """
+    agreed = [ranks.agree(table, group) for group in _groups(state) for table in tables]  # each of them, on every rank
+    copy = HostCopy([*tables, *alike])
+    return PendingSample(step, copy, any(agreed) and tables[0].is_cuda)  # on a CPU it is there at once, on every rank
 
 
 def several_ranks(state: ScalingState) -> bool:

@@ -12,6 +12,7 @@ from typing import Any, cast
 
 import torch
 
+from fp8engine import _numpy as numpy
 from fp8engine.auto import budget
 from fp8engine.auto.between import Between
 from fp8engine.auto.failures import Failures
@@ -21,7 +22,7 @@ from fp8engine.auto.log import Change, Plan
 from fp8engine.auto.outputs import Outputs
 from fp8engine.auto.schedule import Moves
 from fp8engine.autograd.numerics import Numerics
-from fp8engine.errors import InvalidRecipe, StateError
+from fp8engine.errors import StateError
 from fp8engine.files import HostCopy
 from fp8engine.numerics.formats import Format
 from fp8engine.numerics.recipe import Auto, Recipe
@@ -30,35 +31,31 @@ from fp8engine.scaling.reads import READS, Reads
 from fp8engine.scaling.sample import StepSamples, Tables
 from fp8engine.scaling.table import OUTPUT, ROLES, ScalingState
 
-SAME_FOR_ALL = ("interval", "freeze_after", "plan", "objective", "budget")  # what recipes of one model have to agree on
 # Attributes that the JSON text holds as they are: of a controller, of a choice.
 PLAIN = ("step", "tentative", "calibrated", "loss", "spent")
 OF_CHOICE = ("layers", "margin", "changes", "spent")
-PENDING = ("slots", "reads", "loss", "pending_counts", "pending_rules", "pending_amax")  # as `host_copy.Copied`
+PENDING = ("slots", "reads", "loss", "pending_counts", "pending_amax", "pending_rules")  # as `host_copy.Copied`
 TABLES = (*PENDING, "counts", "remembered", "moves", "parts", "watched")
 
 
 class Known:
     """What a controller of `fe.auto` knows, and how its slots are named.
 
-    layers: their numerics, with those recipes.  shapes: of their weights, [N, K] or [E, N, K].
+    layers: numerics, shape of the weight, [N, K] or [E, N, K], and recipe of each; kept as three lists.
+    flops: of each layer's matmul for one row, without the factor 2.
     log: every change so far.  history: the samples.  failures: what could not be sampled or decided.
     step: the training step under way, -1 before the first.
     plan: decisions to repeat.  choices: by a layer's place in `layers`; layers that are decided together share one.
     reads: what is remembered of each layer's casts.  loss: the latest that was seen, in nats; None for none.
     spent: what measuring the budget has found; None where nobody has measured it.
-    Raises InvalidRecipe for recipes that disagree on more than needs.
     """
 
-    def __init__(self, layers: Sequence[Numerics], shapes: Sequence[tuple[int, ...]], plan: Plan | None = None):
-        self.layers, self.shapes = list(layers), [tuple(shape) for shape in shapes]
-        self.by_layer = {numerics.layer: i for i, numerics in enumerate(layers)}
-        self.by_name = {numerics.name: numerics for numerics in layers}
-        self.recipes = [numerics.recipe for numerics in self.layers if isinstance(numerics.recipe, Auto)]
-        if fixed := [f"{each.name}: {each.recipe.name}" for each in self.layers if not isinstance(each.recipe, Auto)]:
-            raise InvalidRecipe(f"{fixed[0]} is fixed; want fe.auto(...)")
+    def __init__(self, layers: Sequence[tuple[Numerics, tuple[int, ...], Auto]], plan: Plan | None = None):
+        self.layers, self.shapes, self.recipes = map(list, zip(*layers, strict=True))
+        self.by_layer = {numerics.layer: i for i, numerics in enumerate(self.layers)}
+        self.by_name = {numerics.name: numerics for numerics in self.layers}
         self.recipe = self.recipes[0]
-        self.check(self.recipes)
+        self.flops = {i: float(math.prod(shape[-2:])) for i, shape in enumerate(self.shapes)}
         self.step = -1
         self.choices: dict[int, Choice] = {}
         self.reads: dict[int, Reads] = {}
@@ -76,14 +73,6 @@ class Known:
         self.calibrated = False  # whether decisions made before the first training step stay
         self.plan = plan
         self.outputs = Outputs(self.layers, self.recipes)
-
-    @staticmethod
-    def check(recipes: Sequence[Auto]) -> None:
-        """Raise InvalidRecipe for recipes that cannot be one model's: only what layers need may differ."""
-        for key in SAME_FOR_ALL:
-            if len(found := {getattr(each, key) for each in recipes}) > 1:
-                found = ", ".join(sorted(map(str, found)))
-                raise InvalidRecipe(f"auto recipes of one model have {key} {found}: give all of them the same")
 
     @property
     def state(self) -> ScalingState:
@@ -117,10 +106,6 @@ class Known:
         """The choice of each group once."""
         return list({id(choice): choice for choice in self.choices.values()}.values())
 
-    def flops(self) -> dict[int, float]:
-        """Of each layer's matmul for one row, without the factor 2."""
-        return {i: float(math.prod(shape[-2:])) for i, shape in enumerate(self.shapes)}
-
     def recipe_under(self, choice: Choice, i: int) -> Recipe:
         """A layer's recipe under a choice, with the storage of its result."""
         return self.outputs.with_output(i, recipe_of(self.recipes[i], choice, i))
@@ -128,6 +113,10 @@ class Known:
     def sizes(self) -> dict[int, tuple[int, int, int] | None]:
         """M, N, K of each layer's latest matmul, by its index in the state."""
         return {numerics.layer: numerics.sizes for numerics in self.layers}
+
+    def amaxes(self, amax_S: torch.Tensor) -> numpy.ndarray:
+        """The amaxes of the operands of each layer of the state, [layers, 3]."""
+        return amax_S[: len(ROLES) * len(self.state.layers)].view(-1, len(ROLES)).double().numpy()
 
     def begin_sampling(self, only: Collection[int] | None = None) -> None:
         """Give the step that begins a table for the statistics of layers, by their index in the state; None: of all."""
@@ -145,7 +134,7 @@ class Known:
             "begun": state.begun,
             "decides_next": state.decides_next,
             "between": self.between.kept(state),
-            "choices": choices_to_list(self.choices),
+            "choices": choices_to_list(self.groups()),
             "log": [change.to_dict() for change in self.log],
             "trends": self.history.trends_to_dict(),
             **self.outputs.state_dict(),
@@ -230,9 +219,8 @@ class Known:
         return {**self.__dict__, "pending": None, "watched": None}
 
 
-def choices_to_list(choices: Mapping[int, Choice]) -> list[dict]:
-    """Each group's choice once, in types that JSON knows; the log has the reasons."""
-    groups = {id(choice): choice for choice in choices.values()}.values()
+def choices_to_list(groups: Iterable[Choice]) -> list[dict]:
+    """The choice of each group, in types that JSON knows; the log has the reasons."""
     return [
         {key: getattr(choice, key) for key in OF_CHOICE}
         | {"fades": choice.fades_db, "cheaper": [[*key, count] for key, count in choice.cheaper.items()]}
@@ -242,12 +230,12 @@ def choices_to_list(choices: Mapping[int, Choice]) -> list[dict]:
 
 
 def choices_from_list(found: Iterable[Mapping]) -> dict[int, Choice]:
-    """The inverse of `choices_to_list`.
+    """The inverse of `choices_to_list`, by layer.
 
     >>> from fp8engine.scaling.choice import begin
     >>> from fp8engine.numerics.recipe import auto
     >>> choices = {0: begin([0], auto())}
-    >>> choices_from_list(choices_to_list(choices)) == choices
+    >>> choices_from_list(choices_to_list([choices[0]])) == choices
     True
     """
     choices = {}

@@ -10,10 +10,11 @@ import json
 import operator
 import os
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from fp8engine import files
+from fp8engine.auto.failures import some
 from fp8engine.errors import InvalidRecipe, StateError
 from fp8engine.numerics.recipe import Recipe
 
@@ -113,8 +114,8 @@ class Plan:
             return
         missing, unknown = _unlike(self.layers, layers), _unlike(layers, self.layers)
         raise StateError(
-            f"plan {path} is of another model: it decides for {_some(missing)}, which this one has not so, and knows "
-            f"nothing of {_some(unknown)}; make a plan with this model, or leave plan= out"
+            f"plan {path} is of another model: it decides for {some(missing) or 'no layer'}, which this one has not "
+            f"so, and knows nothing of {some(unknown) or 'no other'}; make a plan with this model, or leave plan= out"
         )
 
 
@@ -136,8 +137,3 @@ def merge(plans: Sequence[Plan]) -> Plan:
 
 def _unlike(these: Mapping, those: Mapping) -> list[str]:
     return [f"{name} {list(shape)}" for name, shape in these.items() if those.get(name) != shape]
-
-
-def _some(names: Iterable[str]) -> str:
-    names = list(names)
-    return f"{len(names)} layers ({', '.join(names[:3])}{', ...' if len(names) > 3 else ''})" if names else "no layer"

@@ -6,12 +6,18 @@
 batch, and checks the result on the batches between, lowering the sum where it fails.  Within: the mean over batches
 and T90 standard errors of it, which a true cost exceeds in one of ten cases; a little more often after a check that
 failed, as the same batches check again.  Gradients' casts stay as they are: they change no loss of one forward.
+
+`InTraining` does so in a training that has no text to calibrate on, with its own latest batches.
 """
 
 from __future__ import annotations
 
+import logging
 import math
 import statistics
+import time
+import warnings
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -20,12 +26,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from fp8engine._torch import tree_map
 from fp8engine.auto import budget
+from fp8engine.auto.between import Between
 from fp8engine.auto.budget import Spent
 from fp8engine.auto.calibration import loss_of
 from fp8engine.auto.controller import Controller
 from fp8engine.auto.untouched import arguments, untouched
-from fp8engine.errors import StateError
+from fp8engine.errors import BudgetWarning, StateError
 from fp8engine.ops import ranks
 from fp8engine.scaling.choice import Choice
 
@@ -35,6 +43,8 @@ TRIES, CHECKS = 8, 4  # sums of predicted costs that are measured; that are chec
 NEAR = 1.2  # a sum that fits and one that does not, so close that no other is worth a try between them
 STEP = 8.0  # by which a try differs from the one before, at most
 BELOW = 0.9  # of what measured costs would allow is tried next
+AGAIN = 4  # times as long a training is measured again
+log = logging.getLogger(__name__)
 
 
 class Cost(NamedTuple):
@@ -65,7 +75,7 @@ def keep(controllers: Sequence[Controller], model: nn.Module, batches: Sequence,
     """
     if len(batches) < LEAST:
         raise StateError(f"keep_budget: {len(batches)} batches; want at least {LEAST}: half of them decide, half check")
-    trial = _Trial(controllers, model, loss or _own_loss)
+    trial = _Trial(controllers, model, loss or (lambda model, batch: own_loss(model, *arguments(batch))))
     with untouched(model), trial.alone():
         base = trial.losses(None, batches)
         mean = statistics.fmean(base)
@@ -137,10 +147,10 @@ class _Trial:
         """Each controller with its choices under a sum of predicted costs; None: every forward in 16 bits."""
         for controller, bare, cost in zip(self.controllers, self.bare, self.costs, strict=True):
             if allowed is None:
-                yield controller, [replace(each, paid=dict.fromkeys(in_fp8(each))) for each in bare]
+                yield controller, [replace(each, paid=dict.fromkeys(budget.forwards_in_fp8(each))) for each in bare]
             else:
                 nats = allowed * cost / self.whole
-                yield controller, budget.spend(bare, controller.reads, controller.flops(), nats)
+                yield controller, budget.spend(bare, controller.reads, controller.flops, nats)
 
     def losses(self, allowed: float | None, batches: Sequence) -> list[float]:
         """The loss of each batch; of several ranks, the first rank's."""
@@ -174,35 +184,70 @@ class _Trial:
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """Within it no step begins and nothing is sampled; then each layer has the recipe that it had."""
+        """Within it nothing is sampled; then each layer has the recipe that it had."""
         recipes = [(numerics, numerics.recipe) for each in self.controllers for numerics in each.layers]
-        states = [(each.state, each.state.on_step, each.state.samples) for each in self.controllers]
-        for state, _, _ in states:
-            state.on_step = None
+        samples = [(each.state, each.state.samples) for each in self.controllers]
+        for state, _ in samples:
             state.sample(None)
         try:
             yield
         finally:
             for numerics, recipe in recipes:
                 numerics.adopt(recipe)
-            for state, on_step, samples in states:
-                state.on_step = on_step
-                state.sample(samples)
+            for state, sampled in samples:
+                state.sample(sampled)
 
 
-def in_fp8(choice: Choice) -> list[tuple[int, str]]:
-    """The forward matmuls of a choice that are in FP8."""
-    return [key for key in choice.used if key[1] == "forward"]
+class InTraining:
+    """A forward pre-hook of the model that keeps its training batches and, when it is due, measures on them.
+
+    Between two optimizer steps the latest batches run as `keep` says: first when as many as wanted are kept, then
+    whenever the training is AGAIN times as long, so that its share of the training's time falls.
+
+    kept: of the last steps before `due`, (args, kwargs) of the first forward after an optimizer step.  steps: of the
+    optimizer.  due: the step before which is measured next.  seconds: what measuring has taken so far.
+    """
+
+    def __init__(self, controllers: Sequence[Controller], batches: int):
+        self.controllers, self.between = controllers, Between()
+        self.kept: deque[tuple[tuple, dict[str, Any]]] = deque(maxlen=batches)
+        self.steps, self.due, self.seconds = 0, batches + 1, 0.0
+
+    def __call__(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        if torch.compiler.is_compiling() or not (model.training and torch.is_grad_enabled()):
+            return
+        state = self.controllers[0].state
+        if not self.steps or self.between.opens(state, state.backward_seen):
+            self.steps += 1
+            if self.steps >= self.due and not any(each.state.must_wait for each in self.controllers):
+                self._measure(model)
+                self.kept.clear()
+            if self.due - self.steps <= (self.kept.maxlen or 0):
+                # As copies: a loader may fill the same memory again.
+                self.kept.append(tree_map(_copied, (args, kwargs)))
+        self.between.note(state, True)
+
+    def _measure(self, model: nn.Module) -> None:
+        began, self.due = time.monotonic(), AGAIN * self.steps
+        try:
+            spent = keep(self.controllers, model, list(self.kept), lambda model, batch: own_loss(model, *batch))
+        except StateError as error:
+            warnings.warn(f"{error}; measured again at step {self.due} of this training", BudgetWarning, stacklevel=4)
+            return
+        took = time.monotonic() - began
+        self.seconds += took
+        log.warning("measured at step %d in %.1f s, %.1f s so far: %s", self.steps, took, self.seconds, spent)
+        if not spent.kept:
+            warnings.warn(f"keep_budget: {spent}", BudgetWarning, stacklevel=4)
 
 
-def _own_loss(model: nn.Module, batch: object) -> torch.Tensor:
-    args, kwargs = arguments(batch)
-    return returned(model(*args, **kwargs))
+def _copied(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, torch.Tensor) else value
 
 
-def returned(result: object) -> torch.Tensor:
-    """The loss among what a model returned.  Raises StateError where there is none."""
-    found = loss_of(result)
+def own_loss(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> torch.Tensor:
+    """The loss that a model returns.  Raises StateError where it returns none."""
+    found = loss_of(model(*args, **kwargs))
     if found is None:
         raise StateError(
             "keep_budget: the model returns no loss of one number (.loss); give loss=lambda model, batch: ..."

@@ -19,8 +19,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-import torch
-
+from fp8engine.auto.host_copy import Copied
 from fp8engine.auto.policy import Needs, needs_of
 from fp8engine.autograd.features import STORED
 from fp8engine.autograd.numerics import Numerics
@@ -199,13 +198,8 @@ class Outputs:
             return recipe
         return replace(recipe, stored=stored.cast, stored_margin=stored.margin)
 
-    def decide(
-        self, samples: torch.Tensor, counts: torch.Tensor, rules: torch.Tensor
-    ) -> tuple[dict[int, tuple[Stored, Stored]], dict[int, Measured]]:
-        """((before, after) of every result whose storage changes, statistics of all results that were sampled).
-
-        Arguments: copies of the state's tables on the host.
-        """
+    def decide(self, tables: Copied) -> tuple[dict[int, tuple[Stored, Stored]], dict[int, Measured]]:
+        """((before, after) of every result whose storage changes, statistics of all results that were sampled)."""
         changed: dict[int, tuple[Stored, Stored]] = {}
         found: dict[int, Measured] = {}
         taken = {numerics.name: numerics.ready.get(TAKEN, 0) for numerics in self.layers}
@@ -214,8 +208,8 @@ class Outputs:
             if not numerics.candidate:
                 continue
             before = self.stored.get(i, Stored())
-            current = self._widened(i, counts, rules) if before.format.is_fp8 else before
-            measured = read_row(samples[numerics.state.row(numerics.layer, OUTPUT)])
+            current = self._widened(i, tables) if before.format.is_fp8 else before
+            measured = read_row(tables.slots[numerics.state.row(numerics.layer, OUTPUT)])
             if measured is not None:
                 found[i] = measured
             consumers = [self._consumer(i, ResultConsumer(*pair), recipes, taken) for pair in numerics.consumers]
@@ -274,11 +268,11 @@ class Outputs:
             why = "got no codes since the last look (dropout, or another operation, stands between)"
         return consumer._replace(why_not=why, e5m2=grad.format != E5M2)
 
-    def _widened(self, i: int, counts: torch.Tensor, rules: torch.Tensor) -> Stored:
+    def _widened(self, i: int, tables: Copied) -> Stored:
         """The storage of a result in FP8 with the margin that it has on the device."""
         stored, column = self.stored[i], self.layers[i].state.column(self.layers[i].layer, OUTPUT)
-        numerator = float(rules[0, column])
+        numerator = float(tables.rules[0, column])
         margin = round(math.log2(stored.format.max / numerator)) if numerator > 0 else 0
         before = self.counts.get(i, (0, 0))
-        self.counts[i] = now = (int(counts[SATURATED, column]), int(counts[ELEMENTS, column]))
+        self.counts[i] = now = (int(tables.counts[SATURATED, column]), int(tables.counts[ELEMENTS, column]))
         return widened(stored, margin, (now[0] - before[0]) / max(now[1] - before[1], 1))

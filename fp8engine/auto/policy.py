@@ -92,6 +92,10 @@ class Unit(NamedTuple):
         """In dB, of an operand under an option."""
         return self.seen[layer].value(self.reads[operand], option)
 
+    def worst(self, layer: int, casts: Casts) -> float:
+        """In dB, of the operand whose cast is the worse one."""
+        return min(self.value(layer, operand, casts.option(operand)) for operand in (0, 1))
+
     def missed(self, layer: int, casts: Casts, slack: bool = False) -> tuple[int, str] | None:
         """(operand, why) of the first need that a layer's casts miss; None for none."""
         need = self.needs[layer].relaxed() if slack else self.needs[layer]
@@ -130,16 +134,12 @@ class Unit(NamedTuple):
                 return dict(pairs)
         # None suits all: the granularity with which most layers meet their needs; among those the best, within 1 dB.
         modest = self._replace(needs={i: need._replace(within_db=None) for i, need in self.needs.items()})
-        rated = []
-        for granularity, pairs in found.items():
-            good = {i: casts for i, casts in pairs.items() if not modest.missed(i, casts)}
-            values = [min(self.value(i, k, casts.option(k)) for k in (0, 1)) for i, casts in good.items()]
-            rated.append((len(good), sum(values) / max(len(values), 1), granularity, good))
-        most = max(count for count, *_ in rated)
+        good = [{i: casts for i, casts in each.items() if not modest.missed(i, casts)} for each in found.values()]
+        good = [each for each in good if len(each) == max(map(len, good))]
+        values = [sum(self.worst(i, casts) for i, casts in each.items()) / max(len(each), 1) for each in good]
         within = max((need.within_db or float("inf") for need in self.needs.values()), default=0.0)
-        best = max(value for count, value, *_ in rated if count == most)
-        good = next(good for count, value, _, good in rated if count == most and value >= best - within)
-        return {i: good.get(i) for i in self.seen}
+        taken = next(each for each, value in zip(good, values, strict=True) if value >= max(values) - within)
+        return {i: taken.get(i) for i in self.seen}
 
 
 def units(seen: Mapping[int, Reads], needs: Mapping[int, Needs]) -> Iterable[Unit]:
@@ -153,7 +153,7 @@ def units(seen: Mapping[int, Reads], needs: Mapping[int, Needs]) -> Iterable[Uni
             yield Unit(matmul, sampled, {i: needs[i] for i in sampled})
 
 
-def decide(seen: Mapping[int, Reads], needs: Mapping[int, Needs] | Needs, previous: Choice) -> Choice:
+def decide(seen: Mapping[int, Reads], needs: Mapping[int, Needs], previous: Choice) -> Choice:
     """The choice for a group of layers, from what is remembered of them and their previous choice.
 
     seen: of some or all layers of `previous`; the others keep their casts.  The same arguments give the same choice.
@@ -161,11 +161,10 @@ def decide(seen: Mapping[int, Reads], needs: Mapping[int, Needs] | Needs, previo
     """
     if previous.changes >= FINAL:
         return replace(previous, reasons=None)
-    wanted = {i: needs if isinstance(needs, Needs) else needs[i] for i in seen}
     matmuls, missed, cheaper = dict(previous.matmuls), {}, {}
     fades_db = min(previous.fades_db * RECOVERS, FADES_DB)
     spent = max(previous.spent - 1 / REFILL, 0.0)
-    for unit in units(seen, wanted):
+    for unit in units(seen, needs):
         now = {i: previous.matmuls.get((i, unit.matmul)) for i in unit.seen}
         wish = unit.wish()
         if wish == now:

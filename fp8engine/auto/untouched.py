@@ -13,7 +13,7 @@ from torch import nn
 from fp8engine.scaling.table import ScalingState
 
 TABLES = ("history_HS", "live_2S", "counts_CS")
-FLAGS = ("backward_seen", "recomputed", "begun")
+FLAGS = ("backward_seen", "recomputed", "begun", "on_step", "decides_next")
 
 
 def arguments(example_inputs: object) -> tuple[tuple, dict]:
@@ -54,7 +54,7 @@ def untouched(model: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _scaling(model: nn.Module) -> Iterator[None]:
-    """Put the scaling states back bit for bit, and the backend that each layer has noted.
+    """Let no step begin; then put the scaling states back bit for bit, and the backend that each layer has noted.
 
     Copies of weights go: a step that read one would not record the weight's amax, which the tables have no more.
     """
@@ -65,7 +65,8 @@ def _scaling(model: nn.Module) -> Iterator[None]:
     flags: list[tuple[Any, str, Any]] = [(state, name, getattr(state, name)) for state in states for name in FLAGS]
     flags += [(numerics, "ran", numerics.ran) for numerics in layers]
     for state in states:
-        state.backward_seen, state.recomputed, state.begun = False, False, True  # no step begins here
+        state.backward_seen, state.recomputed, state.begun = False, False, True
+        state.on_step, state.decides_next = None, False  # no step begins here, nothing is sampled or decided
     try:
         yield
     finally:

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from fp8engine._torch import Model, divided_parameter, wrapper_of
-from fp8engine.auto import Controller, Plan
+from fp8engine.auto import attach
 from fp8engine.auto.calibration import calibrate
 from fp8engine.auto.untouched import arguments, untouched
 from fp8engine.autograd import Numerics
@@ -110,7 +110,7 @@ def convert(
         classes = {d.name: type(d.module) for d, _ in chosen if d.parameter == "weight"}
         made, states = _swap(trained)
         record = Record({d.name: d.reason for d in decisions if d.recipe is None}, states, classes)
-        controllers = _control(made, [d.shape for d, _ in trained])
+        controllers = attach(made, [d.shape for d, _ in trained], part=False)
         for controller in controllers:
             controller.failures.strict = strict
             if consumers is not None:
@@ -214,24 +214,6 @@ def _swap(chosen: list[tuple[Decision, Recipe]]) -> tuple[list[Numerics], list[S
     return made, states
 
 
-def _control(made: list[Numerics], shapes: list[tuple[int, ...]], part: bool = False) -> list[Controller]:
-    """The controllers of layers under `auto`, one for each scaling state; they repeat the plan that a recipe names.
-
-    part: whether these may be some of the plan's layers.  Raises InvalidRecipe and StateError, as Controller and Plan.
-    """
-    layers = zip(made, shapes, strict=True)
-    autos = [(numerics, shape, numerics.recipe) for numerics, shape in layers if isinstance(numerics.recipe, Auto)]
-    Controller.check([recipe for *_, recipe in autos])
-    plan, path = None, next((recipe.plan for *_, recipe in autos), None)
-    if path is not None:
-        plan = Plan.load(path)
-        plan.check({numerics.name: tuple(shape) for numerics, shape, _ in autos}, path, part)
-    groups: dict[ScalingState, list[tuple[Numerics, tuple[int, ...]]]] = {}
-    for numerics, shape, _ in autos:
-        groups.setdefault(numerics.state, []).append((numerics, shape))
-    return [Controller([each for each, _ in group], [shape for _, shape in group], plan) for group in groups.values()]
-
-
 def unite(model: nn.Module, reasons: Mapping[str, str], strict: bool = False) -> None:
     """Make the fe.Linear layers of `model`, each made by itself, what fe.convert would have made of them.
 
@@ -256,6 +238,6 @@ def unite(model: nn.Module, reasons: Mapping[str, str], strict: bool = False) ->
     )
     for layer, numerics in zip(layers.values(), made, strict=True):
         layer.numerics = numerics
-    _control(made, [tuple(layer.weight.shape) for layer in layers.values()], part=True)
+    attach(made, [tuple(layer.weight.shape) for layer in layers.values()])
     propose(model)
     Record(dict(reasons), states).attach(model, strict)

@@ -13,7 +13,6 @@ from torch.utils.hooks import RemovableHandle
 from fp8engine.auto import measured
 from fp8engine.auto.budget import Spent
 from fp8engine.auto.controller import Controller
-from fp8engine.auto.in_training import InTraining
 from fp8engine.errors import BudgetWarning, StateError
 from fp8engine.report.state import StateView
 
@@ -81,7 +80,7 @@ def keep_budget_in_training(model: nn.Module, batches: int = 8) -> RemovableHand
         raise StateError(f"keep_budget_in_training: {batches} batches; want at least {measured.LEAST}")
     if all(each.recipe.budget is None for each in controllers):
         raise StateError("keep_budget_in_training: no layer has a budget; fe.convert(model, fe.auto(budget=0.005))")
-    return model.register_forward_pre_hook(InTraining(controllers, batches), prepend=True, with_kwargs=True)
+    return model.register_forward_pre_hook(measured.InTraining(controllers, batches), prepend=True, with_kwargs=True)
 
 
 def _controllers(model: nn.Module, caller: str) -> list[Controller]:

@@ -107,17 +107,22 @@ def test_a_plan_repeats_the_run_bit_for_bit(options: dict, tmp_path):
 
 
 def test_saturation_is_answered_at_the_next_step_and_logged_at_the_next_look():
-    model = net()
-    train(model, 11, jump=10)
-    assert fe.scaling_state(model)["up.output"].margin == 0
-    train(model, 1, start=11)
-    assert fe.scaling_state(model)["up.output"].margin == 2
-    assert len(outputs(model)) == 1
-    train(model, 6, start=12)
+    """With the share of the elements that saturated since the look before: of all steps so far it is a third of that."""
+    model, counted = net(), {}
+    for step in range(18):
+        train(model, 1, jump=10, start=step)
+        if step == 11:
+            assert len(outputs(model)) == 1
+        if slot := fe.scaling_state(model).get("up.output"):
+            assert slot.margin == (0 if step <= 10 else 2)
+            counted[step] = torch.stack([slot.saturated, slot.elements])
     line = outputs(model)[-1]
-    assert line["step"] == sampled_step(2, 4) + 1
-    assert line["why"].endswith("of the elements saturated under a predicted scale: margin 2")
-    assert float(line["why"].split("%")[0]) > 1
+    last, before = (sampled_step(number, 4) for number in (2, 1))
+    assert line["step"] == last + 1
+    saturated, elements = (counted[last] - counted[before]).tolist()
+    why = "of the elements saturated under a predicted scale: margin 2"
+    assert line["why"] == f"{saturated / elements:.2%} {why}"
+    assert saturated / elements > 2 * counted[last][0] / counted[last][1] > 0.02
 
 
 def test_answers_before_training_leave_no_stored_result_behind():

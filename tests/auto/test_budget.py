@@ -30,7 +30,7 @@ def alone(*layers: int) -> list[Choice]:
 
 def predicted(choice: Choice, layer: int, seen: Reads) -> float:
     """Of one layer of a group."""
-    return cost(replace(choice, layers=(layer,)), choice.paid, {layer: seen})
+    return cost(replace(choice, layers=(layer,)), {layer: seen})
 
 
 def total(choices: list[Choice], seen: dict[int, Reads]) -> float:

@@ -72,7 +72,7 @@ def test_it_measures_before_steps_5_20_80_and_says_how_long_it_took(caplog):
     model.register_forward_pre_hook(lambda model, args: evaluated.append(True) if not model.training else None)
     handle = fe.keep_budget_in_training(model, BATCHES)
     seen = []
-    with caplog.at_level(logging.WARNING, logger="fp8engine.auto.in_training"):
+    with caplog.at_level(logging.WARNING, logger="fp8engine.auto.measured"):
         for number in range(1, 25):
             evaluated.clear()
             train(model, 1, first=number)

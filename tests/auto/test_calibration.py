@@ -169,3 +169,14 @@ def test_a_model_that_only_answers_decides_before_its_second_forward():
     assert torch.equal(second, third)
     assert train(answering, 6) == train(quiet, 6)
     assert lines(answering) == lines(quiet)
+
+
+def test_a_recorded_flow_decides_nothing():
+    """Its forward runs on a model that has answered once: the model's own second forward decides, not this one."""
+    model = plain()
+    with torch.no_grad():
+        model(batch(0))
+        fe.flow.record(model, batch(0))
+        assert lines(model) == []
+        model(batch(0))
+    assert lines(model)

@@ -32,10 +32,6 @@ def watched(model: nn.Module, steps: int) -> list[int]:
     return found
 
 
-def formats(model: nn.Module) -> list[str]:
-    return [str(m.numerics.recipe) for m in model.modules() if isinstance(m, fe.Linear)]
-
-
 def test_samples_once_in_each_interval_and_once_more_where_an_amax_has_moved():
     model = plain()
     # Trouble begins at step 5, which is seen when it has ended: step 6 is sampled early.

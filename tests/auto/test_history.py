@@ -34,15 +34,8 @@ def held(value: Any, seen: set[int]) -> int:
 
 
 def look(step: int, cast: str = "E4M3/tensor", **numbers: Any) -> Sample:
-    usual: dict[str, Any] = {
-        "amax": 2.0,
-        "rms": 1.0,
-        "kurtosis": 3.0,
-        "sqnr_db": 31.4,
-        "flushed": 0.0,
-        "saturated": 0.0,
-    }
-    return Sample(step, cast, **(usual | {"nonfinite": 0} | numbers))
+    usual = Sample(step, cast, amax=2.0, rms=1.0, kurtosis=3.0, sqnr_db=31.4, flushed=0.0, saturated=0.0, nonfinite=0)
+    return usual._replace(**numbers)
 
 
 @pytest.mark.parametrize("looks", [10, RECENT + OLDER, 5000])

@@ -12,6 +12,7 @@ import numpy
 import pytest
 from planted import channels, deaf, looks, rows
 
+from fp8engine.auto import policy
 from fp8engine.auto.policy import (
     CHANGES,
     HARMLESS,
@@ -20,7 +21,6 @@ from fp8engine.auto.policy import (
     REFILL,
     SAFER,
     Needs,
-    decide,
     needs_of,
     reasons,
     widen,
@@ -30,6 +30,12 @@ from fp8engine.numerics.formats import E4M3, E5M2
 from fp8engine.numerics.recipe import MATMULS, ROLES, auto
 from fp8engine.scaling.choice import FINAL, GRANULARITIES, OPERANDS, Casts, Choice, begin, in_16_bits, label, recipe_of
 from fp8engine.scaling.reads import COST, FADES_DB, OPTIONS, READS, SHAPE, Reads
+
+
+def decide(seen: dict[int, Reads], needs: Needs, previous: Choice) -> Choice:
+    """The policy's decision for layers with the same needs."""
+    return policy.decide(seen, dict.fromkeys(seen, needs), previous)
+
 
 AUTO = auto()
 NEEDS = needs_of(AUTO)

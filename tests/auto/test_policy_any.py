@@ -52,7 +52,7 @@ def test_any_reads_lead_to_recipes_for_every_layer(seen, objective: str, need: f
     recipe = auto(objective=objective, min_sqnr_db=need)
     choice, apart = begin([0, 1], recipe), set()
     for first, second in seen:
-        after = decide({0: first, 1: second}, needs_of(recipe, loss=2.0), choice)
+        after = decide({0: first, 1: second}, dict.fromkeys((0, 1), needs_of(recipe, loss=2.0)), choice)
         for i in after.layers:
             legal(after, i)
         changed = {(i, role) for i in (0, 1) for role in ROLES if label((i, role), after) != label((i, role), choice)}

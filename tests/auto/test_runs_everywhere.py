@@ -96,7 +96,7 @@ CALLS = {
     ),
     "trying the casts": ("fp8engine.scaling.sample.judge", "step 1"),
     "room for a sample": ("fp8engine.auto.known.StepSamples", "step 0"),
-    "the copy to the host": ("fp8engine.auto.controller.start_copy", "step 1"),
+    "the copy to the host": ("fp8engine.auto.controller.start_copy", "step 0"),
     "deciding": ("fp8engine.auto.controller.decide", "step 1"),
 }
 
