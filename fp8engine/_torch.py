@@ -138,6 +138,11 @@ def may_divide() -> bool:
 constant_in_graphs(may_divide)
 
 
+def recompile_limit() -> int:
+    """How many graphs of one function Dynamo compiles before it leaves the function in eager code."""
+    return torch._dynamo.config.recompile_limit
+
+
 def compiled_autograd() -> bool:
     """Whether torch compiles the backward pass as well, of whatever Python code (compiled autograd)."""
     from torch._dynamo import compiled_autograd, config  # whoever traces has imported them

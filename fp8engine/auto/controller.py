@@ -14,8 +14,7 @@ a training step that comes after it begins anew.  `calibrate` decides at convers
 
 A step whose backward comes only after another forward (a pipeline, a GAN) is sampled until it has come, for four
 forwards at most: of a model whose result has no gradient it never comes.  Several ranks decide on the first rank's
-statistics at step t + 2: if each waited for its own copy, they would change recipes at different steps.  A model that
-torch.compile has compiled as a whole never calls the controller: it computes in the formats it was compiled with.
+statistics at step t + 2: if each waited for its own copy, they would change recipes at different steps.
 """
 
 from __future__ import annotations
@@ -42,8 +41,13 @@ from fp8engine.scaling.choice import Choice, SlotKey, in_16_bits, label
 from fp8engine.scaling.prediction import Measured
 from fp8engine.scaling.sample import outside_of_autocast
 from fp8engine.scaling.table import OUTPUT
+from fp8engine.scaling.whole_graph import most_decisions
 
 MOST_WITHOUT_BACKWARD = 4  # forwards for which a sampled step waits for its backward
+OUT_OF_GRAPHS = (
+    "each decision takes two more graphs of a model that is compiled as a whole; raise "
+    "torch._dynamo.config.recompile_limit, of which decisions take half, to let them go on"
+)
 UNUSUAL = 32.0  # amax over rms: a normal distribution has 5, at a million elements
 
 
@@ -167,7 +171,10 @@ class Controller(Known):
         whole, last = is_sampled(self.step, self.recipe.interval), self.recipe.freeze_after
         due = (whole or early) and (last is None or self.step < last)
         if due and self.plan is None and self.pending is None and self.state.device.type != "meta":
-            self.begin_sampling(None if whole else early)
+            if self.compiled_whole and len({change.step for change in self.log if change.step}) >= most_decisions():
+                self.failures.tell(f"from step {self.step} on formats stay", OUT_OF_GRAPHS)
+            else:
+                self.begin_sampling(None if whole else early)
 
     def _moved(self) -> set[int]:
         """Layers whose amaxes have moved far since they were sampled, with their groups."""

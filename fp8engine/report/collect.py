@@ -30,7 +30,7 @@ from fp8engine.report.table import Report
 from fp8engine.scaling.slot_view import numbers_of
 from fp8engine.scaling.table import OUTPUT, ROLES, ScalingState
 
-NOT_SAMPLED = "auto has seen no training step (inference, or a model compiled whole): formats are those it begins with"
+NOT_SAMPLED = "auto has seen no training step (inference, or one graph of the model): formats are those it begins with"
 NEVER_RAN = "never ran: its forward was not called (its weight may be read directly)"
 DECIDED = "16 bits, as auto has decided: its decisions say why"
 BYPASSED = "never ran: its weight is read directly, its forward was not called"

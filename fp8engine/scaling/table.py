@@ -35,7 +35,7 @@ from fp8engine.scaling.operands import RootForward, siblings
 from fp8engine.scaling.output_slots import OutputSlots
 from fp8engine.scaling.sample import StepSamples
 from fp8engine.scaling.slot_view import SlotView
-from fp8engine.scaling.whole_graph import begins_between, between_graphs
+from fp8engine.scaling.whole_graph import begin_between, begins_between, end_between
 
 SLOTS = (*ROLES, OUTPUT)  # of a layer
 NORMAL = torch.inference_mode(False)  # a table made in inference mode could not be written outside of it
@@ -205,7 +205,7 @@ class ScalingState:
         """The root's forward begins: a step may begin with it, and its layers may share their inputs' operands."""
         if torch.compiler.is_compiling():
             if self.on_step is not None and begins_between(self.controller.failures.strict):
-                between_graphs(self.begin_forward, root)
+                begin_between(self, root)
                 return
             self.begin_in_graph(waits=False)
             if _torch.traced_alone("ScalingState.begin_forward"):  # written to, an input that may move: no CUDA graph
@@ -225,7 +225,7 @@ class ScalingState:
         """
         if torch.compiler.is_compiling():
             if self.on_step is not None and _torch.may_divide():
-                between_graphs(self.end_forward, root, inputs, result)
+                end_between(self, result)
             return
         if self.on_step is not None and torch.is_grad_enabled():
             for leaf in _torch.tree_leaves(result):

@@ -2,15 +2,18 @@
 
 The hooks of the model's forward are part of what Dynamo traces.  It divides its graph at them, so that the controller
 samples and decides as in eager code; the forward itself stays one graph.  With fullgraph=True nothing may be divided.
+
+A decision compiles the forward anew, and so does the next sampled step.  Dynamo gives up compiling a function after
+`recompile_limit` graphs of it (8), and runs it in eager code from then on: decisions take half of them.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import nn
 
 from fp8engine import _torch
 from fp8engine.errors import SamplingWarning
@@ -20,6 +23,11 @@ ONE_GRAPH = (
     "they are now. Compile without fullgraph, compile the model's blocks, or compile its forward alone "
     "(model.forward = torch.compile(model.forward, fullgraph=True))"
 )
+
+
+def most_decisions() -> int:
+    """In how many steps formats may change before graphs run out."""
+    return _torch.recompile_limit() // 4
 
 
 def begins_between(strict: bool) -> bool:
@@ -44,6 +52,13 @@ _torch.constant_in_graphs(_tell)
 
 
 @_torch.outside_of_graphs
-def between_graphs(function: Callable, *arguments: Any) -> None:
-    """Call a function in eager code, from code that Dynamo traces."""
-    function(*arguments)
+def begin_between(state: Any, root: nn.Module | None) -> None:
+    """The root's forward begins, as in eager code.  state: a ScalingState."""
+    state.controller.compiled_whole = True
+    state.begin_forward(root)
+
+
+@_torch.outside_of_graphs
+def end_between(state: Any, result: object) -> None:
+    """The root's forward has ended, as in eager code."""
+    state.end_forward(result=result)

@@ -107,7 +107,7 @@ def test_a_plan_repeats_the_run_bit_for_bit(options: dict, tmp_path):
 
 
 def test_saturation_is_answered_at_the_next_step_and_logged_at_the_next_look():
-    """With the share of the elements that saturated since the look before: of all steps so far it is a third of that."""
+    """With the share of the elements that saturated since the look before: of all steps it is a third of that."""
     model, counted = net(), {}
     for step in range(18):
         train(model, 1, jump=10, start=step)

@@ -226,7 +226,7 @@ def test_a_wrapped_on_step_loses_no_decision():
 
 
 def test_the_report_says_that_nothing_was_looked_at_until_a_step_was():
-    """A model compiled whole, or only evaluated, computes in the formats that auto begins with: each layer says so."""
+    """A model in one graph, or only evaluated, computes in the formats that auto begins with: each layer says so."""
     model = plain()
     with torch.no_grad():
         model(batch(0))

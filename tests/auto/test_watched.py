@@ -12,6 +12,7 @@ from autos import CALM, INTERVAL, batch, controller, lines, loss_of, plain, trai
 from blocks import WIDTH
 from support import DTYPES, converted, state_of
 from torch import nn
+from torch._dynamo.backends.debugging import aot_eager
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -245,6 +246,26 @@ def test_an_evaluation_of_a_model_compiled_whole_changes_nothing():
             assert train(model, start + 1, run, start=start) == train(eager, start + 1, start=start)
     assert lines(model) == lines(eager)
     assert lines(model)
+
+
+@NO_LEAF
+@pytest.mark.usefixtures("fresh")
+def test_decisions_end_before_a_model_compiled_whole_is_out_of_graphs():
+    """Two graphs before any decision and two of each: of 4 they allow one, and the model's forward stays compiled."""
+    model, eager, graphs = plain(), plain(), []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return aot_eager(graph, inputs)
+
+    run = torch.compile(model, backend=backend)
+    with torch._dynamo.config.patch(recompile_limit=4), pytest.warns(fe.errors.SamplingWarning, match="formats stay"):
+        train(model, 18, run)
+    train(eager, 18)
+    steps = lambda of: sorted({change.step for change in controller(of).log})  # noqa: E731
+    assert steps(model) == steps(eager)[:1]
+    assert len(steps(eager)) > 1
+    assert len(graphs) <= 4
 
 
 @pytest.mark.slow
