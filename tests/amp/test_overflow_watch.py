@@ -8,6 +8,7 @@ import pytest
 import torch
 from op_counts import WAITS, Counted
 from overflow_cases import CASES, PART, Case, Net, Part, first, make, step
+from scaled_run import scaled_step
 from torch import nn
 
 from fp8engine.amp.overflow import find_overflow
@@ -153,6 +154,22 @@ def test_victims_are_not_named_and_the_report_says_who_is_who():
         assert words in str(report)
     told = json.loads(json.dumps(report.to_dict(), allow_nan=False))["findings"][0]
     assert (told["layer"], told["output_amax"]) == (PART, "inf")
+
+
+def test_a_report_shows_the_worst_layers_and_both_ends_of_a_long_search():
+    """29 layers after the first, each nearer to FP16's end; a scale that doubles at each of 20 steps."""
+    near = [Part(lambda x, e=e: (x * 0).half() + 2.0**e) for e in range(-13, 16)]
+    model = nn.Sequential(nn.Linear(2, 2), *near)
+    optimizer = torch.optim.SGD(model.parameters(), 0.0)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1.0, growth_interval=1)
+    with find_overflow(model, scaler) as watch:
+        for _ in range(20):
+            scaled_step(scaler, optimizer, model(torch.ones(1, 2)).float().sum())
+    text = str(watch.report())
+    shown = [line.split("│")[1].strip() for line in text.splitlines() if " Part " in line]
+    assert shown == [str(n) for n in range(29, 5, -1)]
+    assert "6 more layers, all farther from the end of their range" in text
+    assert "1 (step 0) -> 2 (step 1) -> 4 (step 2) -> 8 (step 3) -> ... -> 8192 (step 13) -> " in text
 
 
 def test_two_culprits_in_one_pass_are_both_named_the_first_first():
