@@ -161,6 +161,22 @@ def test_beside_fp8_codes_no_number_is_told():
     assert str(watch.first()) == "step 0: output of '0' is Inf in float16 made by matmul"
 
 
+@pytest.mark.parametrize("mode", ["counters", "ops"])
+@pytest.mark.parametrize("together", [False, True])
+def test_gradients_of_a_forward_that_overflowed_blame_nobody(together: bool, mode: str):
+    """Also where another pass shares the backward, or where the watch is asked before it."""
+    model: Any = nn.Sequential(nn.Linear(4, 4), Part(lambda x: torch.exp(x.half()).float()), nn.Linear(4, 4))
+    nn.init.ones_(model[0].weight)
+    with find_overflow(model, mode=mode) as watch:
+        for _ in range(2):
+            y = model(torch.full((2, 4), 50.0))
+            watch.first()
+            (y + model(torch.zeros(2, 4)) if together else y).sum().backward()
+            model.zero_grad()
+    assert first(watch, "layer", "operand", "step") == ("1", "output", 0)
+    assert len(watch.findings) == 1
+
+
 @dataclass(frozen=True)
 class Held:
     """What a module takes and returns."""

@@ -222,5 +222,9 @@ def test_a_scripted_part_counts_as_part_of_the_forward_around_it(mode: str):
         for _ in range(2):
             model(torch.full((2, 4), 3e38))
     assert first(watch, "layer", "operand", "op") == ("", "output", "addmm")
+    nn.init.constant_(model[0].weight, torch.inf)
+    with find_overflow(model, mode=mode) as watch:
+        model(torch.ones(2, 4))
+    assert first(watch, "layer", "operand", "parameter") == ("", "weight", "0.weight")
     with pytest.raises(ConversionError, match=r"give the model as it was before torch\.jit"):
         find_overflow(model[0])

@@ -22,7 +22,7 @@ class Call:
     """One call of one module.
 
     recomputed: a checkpoint's second forward.  opwise: its ops are checked one by one.  sequence: of the first node
-    that it could add to the autograd graph.
+    that it could add to the autograd graph.  overflowed: an overflow was found in it (locate.py).
     """
 
     name: str
@@ -33,6 +33,7 @@ class Call:
     opwise: bool
     inputs: list[Reading] = field(default_factory=list)
     sequence: int = 0
+    overflowed: bool = False
 
 
 @dataclass(eq=False)
