@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from overflow_cases import CASES, PART, Case, Net, Part, first, make, step
+from overflow_cases import BY_NAME, HEALTHY, PART, Net, Part, first, make, step
 from torch import nn
 
 from fp8engine.amp.overflow import find_overflow
@@ -17,8 +17,7 @@ from fp8engine.amp.overflow.reading import Reading
 from fp8engine.amp.overflow.recorder import named_layers
 from fp8engine.errors import ConversionError
 
-EXP = next(case for case in CASES if case.name == "exp")
-HEALTHY = Case("healthy", Net, None, "")
+EXP = BY_NAME["exp"]
 
 
 def test_modules_called_in_threads():

@@ -7,16 +7,14 @@ from typing import Any
 import pytest
 import torch
 from op_counts import WAITS, Counted
-from overflow_cases import CASES, PART, Case, Net, Part, first, make, step
+from overflow_cases import BY_NAME, HEALTHY, PART, Part, first, make, step
 from scaled_run import scaled_step
 from torch import nn
 
 from fp8engine.amp.overflow import find_overflow
 from fp8engine.errors import ConversionError, UnknownName
 
-BY_NAME = {case.name: case for case in CASES}
 EXP, SQRT = BY_NAME["exp"], BY_NAME["sqrt'(0)"]
-HEALTHY = Case("healthy", Net, None, "")
 
 
 def state(model: nn.Module) -> list:
@@ -122,11 +120,7 @@ def test_a_loss_scale_too_large_for_one_layer_is_found_with_its_scale():
         for _ in range(3):
             with torch.autocast("cpu", torch.float16):
                 loss = model(torch.randn(32, 8, generator=torch.Generator().manual_seed(1))).float().pow(2).mean()
-            scaler.scale(loss).backward()
-            scaler.unscale_(optimizer)
-            scaler.step(optimizer)
-            scaler.update()
-            optimizer.zero_grad()
+            scaled_step(scaler, optimizer, loss)
     told = first(watch, "layer", "operand", "parameter", "loss_scale")
     assert told == (case.layer, "grad_weight", f"{case.layer}.weight", case.scale)
     assert f"at loss scale {case.scale:g}" in str(watch.first())
