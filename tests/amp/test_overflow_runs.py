@@ -109,6 +109,17 @@ def test_without_gradients(mode: str, without):
     assert first(watch, "layer", "op", "step") == (PART, "exp", 0)
 
 
+@pytest.mark.parametrize("mode", ["counters", "ops"])
+def test_a_layer_that_overflows_in_place_in_inference_mode(mode: str):
+    """Its output is the tensor that it was given, and has no version."""
+    model = nn.Sequential(nn.Linear(4, 4), Part(lambda x: x.mul_(2.0**100).mul_(2.0**100)), nn.Linear(4, 4))
+    with find_overflow(model, mode=mode) as watch, torch.inference_mode():
+        for _ in range(2):
+            model(torch.ones(2, 4))
+    assert first(watch, "layer", "op", "step") == ("1", "mul_", 0)
+    assert len(watch.findings) == 1
+
+
 def test_functional_transforms_pass():
     model = nn.Sequential(nn.Linear(4, 4), nn.GELU(), nn.Linear(4, 1))
     loss = lambda weights, x: torch.func.functional_call(model, weights, (x,)).sum()  # noqa: E731

@@ -221,7 +221,9 @@ class Recorder:
         with self.trace.quiet():
             for tensor in tensors(given):
                 reading = self._known.find(tensor)
-                if reading is None:
+                # A tensor of inference mode counts no versions: the call may have written in place what it was given.
+                unsure = kind == "output" and tensor.is_inference() and reading in call.inputs
+                if reading is None or unsure:
                     reading = self._known.keep(tensor, Reading() if call.recomputed else read(tensor))
                     self.trace.add(kind, reading, call)
                     if tensor.requires_grad and (kind == "output" or not tensor.is_leaf):
