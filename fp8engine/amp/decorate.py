@@ -31,7 +31,7 @@ from fp8engine.amp.autocast import autocast, check_bf16
 from fp8engine.amp.lists import UNCHANGED, OpLists
 from fp8engine.amp.master import MasterWeights
 from fp8engine.amp.mixed import in_fp32, mixed, reduced
-from fp8engine.amp.pin import CONTAINERS, is_pinned, pin_fp32
+from fp8engine.amp.pin import CONTAINERS, check_own_forward, is_pinned, pin_fp32
 from fp8engine.amp.scaled import ScaledOptimizer
 from fp8engine.amp.scaler import GradScaler
 from fp8engine.amp.tensors import NARROW, SIXTEEN_BIT, cast_all, device_type
@@ -200,10 +200,7 @@ def _check_models(models: list[nn.Module]) -> list[nn.Parameter]:
                 raise ConversionError(f"{where} is decorated already: decorate a model once, as a whole")
             if any(isinstance(p, nn.parameter.UninitializedParameter) for p in module.parameters(recurse=False)):
                 raise ConversionError(f"{where} has no shapes yet (a lazy module): run one forward first")
-        if "forward" in model.__dict__:
-            raise ConversionError(
-                f"the forward of this {type(model).__name__} was replaced on the instance: decorate first"
-            )
+        check_own_forward(model, "decorate")
     return [p for model in models for p in model.parameters()]
 
 
@@ -247,8 +244,7 @@ def _chosen(models: list[nn.Module], excluded: Layers | Iterable[Layers] | None)
                 raise ConversionError(f"excluded_layers: {kind} is not in the model")
         chosen += [part for module in found for part in _callable(module)]
     for module in chosen:
-        if "forward" in module.__dict__:
-            raise ConversionError(f"the forward of an excluded {type(module).__name__} was replaced on the instance")
+        check_own_forward(module, "decorate")
     return chosen
 
 

@@ -131,9 +131,9 @@ class MasterWeights(Wrapped):
             self._pairs.gather()
             return loss
 
-        given = [name for name in ("grad_scale", "found_inf") if name in self.__dict__]  # by GradScaler, for fused ones
-        for name in given:
-            setattr(self.inner, name, getattr(self, name))
+        mine = vars(self)
+        given = {name: mine[name] for name in ("grad_scale", "found_inf") if name in mine}  # by a scaler, if fused
+        vars(self.inner).update(given)
         try:
             loss = self.inner.step() if closure is None else self.inner.step(evaluate)
         finally:

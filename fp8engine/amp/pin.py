@@ -139,9 +139,14 @@ def _target(module: Any) -> Any:
         raise ConversionError(
             f"pin_fp32 takes a module that has a forward, not {type(module).__name__}: pin the modules in it instead"
         )
+    check_own_forward(module, "pin_fp32")
+    return module
+
+
+def check_own_forward(module: nn.Module, call: str) -> None:
+    """Raise ConversionError where a module's forward is the instance's: one that its class is given is not called."""
     if "forward" in module.__dict__:
         raise ConversionError(
-            f"the forward of this {type(module).__name__} was replaced on the instance (by offloading hooks?), "
-            "so a pin would not be seen: pin it first, then wrap it"
+            f"the forward of this {type(module).__name__} was replaced on the instance (by offloading hooks?), so what"
+            f" {call} changes would not be seen: call {call} first, then wrap it"
         )
-    return module

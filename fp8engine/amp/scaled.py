@@ -22,7 +22,7 @@ from torch import nn
 from torch.amp.grad_scaler import OptState
 
 from fp8engine.amp.master import MasterWeights
-from fp8engine.amp.tensors import Stamp
+from fp8engine.amp.tensors import Stamp, readable
 from fp8engine.amp.wrapped import Wrapped, parameters_of
 from fp8engine.errors import OptimizerError
 
@@ -162,9 +162,8 @@ class ScaledOptimizer(Wrapped):
         gradients = dict(self._gradients())
         self._unscaled_amax = {i: amax for i, amax in self._unscaled_amax.items() if i in gradients}
         for i, grad in gradients.items():
-            if grad.numel() and not self._is_scaled(i, grad):
-                values: Any = grad.to_local() if hasattr(grad, "to_local") else grad  # pyright: ignore[reportAttributeAccessIssue]
-                self._unscaled_amax[i] = (values._values() if values.is_sparse else values).abs().max()
+            if not self._is_scaled(i, grad) and (values := readable(grad)) is not None:
+                self._unscaled_amax[i] = values.abs().max()
 
     def _after_pass(self) -> None:
         if self._is(OptState.UNSCALED) and not all(self._is_scaled(i, grad) for i, grad in self._gradients()):

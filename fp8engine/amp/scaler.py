@@ -196,7 +196,8 @@ class GradScaler(torch.amp.GradScaler):
         checked = {key: state for key, state in self._per_optimizer_states.items() if state["found_inf_per_device"]}
         skips = {} if self._ended else self._skips  # ended: only unscaled, not stepped
         read = [skips.get(key) for key in checked]
-        known = all(isinstance(found, bool) for found in read)
+        known = all(isinstance(one, bool) for one in read)
+        found = any(read) if known else self._combined(checked.values()) > 0
         if new_scale is not None:
             value = fp32(float(new_scale))
             scale_rules.check(value)
@@ -206,7 +207,6 @@ class GradScaler(torch.amp.GradScaler):
             self._remember(before._replace(scale=value))
             self._skips, self._ended = skips, True
             if checked:  # a step has ended, too
-                found = any(read) if known else self._combined(checked.values())
                 self._stats = self._stats.after(bool(found), False)
             self._changed(before.scale, value)
             return
@@ -218,7 +218,7 @@ class GradScaler(torch.amp.GradScaler):
             )
         self._per_optimizer_states.clear()
         self._ended = True
-        self._apply(any(read) if known else self._combined(checked.values()) > 0)
+        self._apply(found)
 
     # The rule, on the host and on the device
 

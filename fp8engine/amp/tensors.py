@@ -10,10 +10,11 @@ from typing import Any
 
 import torch
 
-from fp8engine._torch import tree_leaves, tree_map
+from fp8engine._torch import is_functorch_wrapped_tensor, tree_leaves, tree_map
 
 SIXTEEN_BIT = (torch.float16, torch.bfloat16)
 NARROW = (torch.float32, *SIXTEEN_BIT)  # what mixed precision casts: FP64 and integers are left
+FLOATS = (*NARROW, torch.float64)
 
 
 class Stamp:
@@ -31,6 +32,20 @@ class Stamp:
 
 def _version(tensor: torch.Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version  # a tensor of inference mode counts no versions
+
+
+def readable(tensor: torch.Tensor) -> torch.Tensor | None:
+    """The values to read: this rank's part, a complex number as two; None for integers and what holds no values."""
+    if hasattr(tensor, "to_local"):  # DTensor
+        tensor = tensor.to_local()  # pyright: ignore[reportAttributeAccessIssue]
+    tensor = tensor.detach()
+    if tensor.layout is torch.sparse_coo:
+        tensor = tensor._values()
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor.resolve_conj())
+    if tensor.dtype not in FLOATS or tensor.layout is not torch.strided or not tensor.numel():
+        return None
+    return None if tensor.device.type == "meta" or is_functorch_wrapped_tensor(tensor) else tensor
 
 
 def tensors(tree: Any, around: tuple[int, ...] = ()) -> Iterator[torch.Tensor]:

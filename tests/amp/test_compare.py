@@ -201,6 +201,7 @@ def test_differences_add_up_over_tensors():
         ([0.0, 0.0], [0.0, 0.0], 0.0, math.inf),
         ([1.0, 0.0], [0.0, 0.0], math.inf, -math.inf),
         ([0.0, math.nan], [3.0, 1.0], 1.0, math.nan),
+        ([4.0, 2.0, math.nan], [math.inf, 1.0, 5.0], 1.0, math.nan),  # of the second elements alone
     ],
 )
 def test_limits(low: list[float], high: list[float], error: float, sqnr: float):
@@ -208,4 +209,4 @@ def test_limits(low: list[float], high: list[float], error: float, sqnr: float):
     found.add(torch.tensor(low), torch.tensor(high))
     assert (found.error, found.sqnr_db) == pytest.approx((error, sqnr), rel=0, abs=0, nan_ok=True)
     assert found.nonfinite_low == sum(map(math.isnan, low))
-    assert found.nonfinite_high == 0
+    assert found.nonfinite_high == sum(map(math.isinf, high))

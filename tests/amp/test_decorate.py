@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from overflow_cases import Part
 from torch import nn
 
 from fp8engine.amp.compare import compare
@@ -143,6 +144,18 @@ def test_copies_keep_the_precision_and_leave_the_scale(way):
     assert torch.equal(twin(x)["y"], model(x)["y"])
     twin(x)["y"].sum().backward()
     assert float(twin.up.bias.grad) == 64.0, "the rows of the batch, and no scale"
+
+
+@pytest.mark.parametrize(("level", "wanted"), [("O1", torch.float32), ("O2", torch.float16)])
+def test_inputs_are_cast_as_the_weights_are(level: str, wanted: torch.dtype):
+    """In tuples and keywords too; FP64 and integers are left."""
+    fc, seen = nn.Linear(4, 4), []
+    model: Any = Part(lambda given: (seen.extend(x.dtype for x in given), fc(given[0]))[1], fc=fc)
+    decorate(model, level=level)
+    given = torch.ones(2, 4), torch.ones(2, dtype=torch.float64), torch.ones(2, dtype=torch.int64)
+    model(given)
+    model(x=given)
+    assert seen == [wanted, torch.float64, torch.int64] * 2
 
 
 class OwnNorm(nn.Module):

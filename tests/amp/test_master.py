@@ -170,6 +170,15 @@ def test_parameters_written_by_others_are_followed():
     assert model[0].weight[1].tolist() == [5.0] * 8
 
 
+def test_parameters_written_through_data_are_followed_where_a_state_holds_no_masters():
+    model = net()
+    optimizer = MasterWeights(torch.optim.SGD(model.parameters(), lr=1.0))
+    model[0].weight.data[1] = 5.0
+    with pytest.warns(UserWarning, match="no FP32 masters"):
+        optimizer.load_state_dict(torch.optim.SGD(net().parameters(), lr=1.0).state_dict())
+    assert next(optimizer.master_parameters())[1].tolist() == [5.0] * 8
+
+
 def test_a_model_moved_or_cast_afterwards_is_refused():
     model = net()
     optimizer = MasterWeights(torch.optim.SGD(model.parameters(), lr=0.1))

@@ -3,7 +3,9 @@
 `.data`, NumPy and collectives write without counting a version: neither the tensor's identity nor its version tells.
 """
 
+import gc
 import math
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -120,6 +122,29 @@ def test_a_gradient_written_before_the_scaler_has_it(write: Callable, read: str,
     # the scaled gradients were 0.5, and 2 and 3 clamped to 1; the true ones are four times as large
     assert [p[0].item() for p in params] == [1 - LR * g for g in (2.0, 4.0, 4.0)]
     assert scaler.get_scale() == 0.125
+
+
+def test_a_backward_pass_may_add_to_gradients_whose_copies_were_clipped():
+    """The copies are made anew, of the sum."""
+    params = weights()
+    optimizer = MasterWeights(torch.optim.SGD(params, lr=LR))
+    loss(params).backward()
+    nn.utils.clip_grad_norm_(optimizer.master_parameters(), 1e-3)
+    loss(params).backward()
+    optimizer.step()
+    assert [p[0].item() for p in params] == [1 - LR * 2 * g for g in (0.5, 2.0, 3.0)]
+
+
+def test_parameters_outlive_their_optimizer():
+    """Their hooks, which tell of backward passes, stay, and keep nothing of it alive."""
+    params = weights()
+    optimizer = MasterWeights(torch.optim.SGD(params, lr=LR))
+    gone = [weakref.ref(master) for master in optimizer.master_parameters()]
+    del optimizer
+    gc.collect()
+    assert [master() for master in gone] == [None] * 3
+    loss(params).backward()
+    assert [gradient(p)[0].item() for p in params] == [0.5, 2.0, 3.0]
 
 
 def test_a_plain_step_and_a_fused_one_wait_for_nothing():

@@ -43,6 +43,17 @@ def test_an_operator_that_took_a_widened_tensor_is_upcast():
     assert stats.casts == {("FP16", "FP32"): [1, 16], ("FP32", "FP16"): [1, 16]}
 
 
+def test_a_copy_casts_what_it_reads_and_copies_keep_a_widened_tensor_known():
+    low, wide = torch.ones(4, 4, dtype=torch.float16), torch.ones(4, 4)
+    with op_stats() as stats:
+        widened = torch.empty(4, 4).copy_(low)
+        _ = widened.clone().exp(), wide.clone().sin(), torch.empty(4, 4).copy_(torch.ones(4, dtype=torch.int64)).cos()
+        low.copy_(wide)
+        wide.copy_(wide.neg())
+    assert stats.casts == {("FP16", "FP32"): [1, 16], ("FP32", "FP16"): [1, 16]}
+    assert dict(stats.upcast) == {"exp": 1, "sin": 0, "cos": 0, "neg": 0}
+
+
 def test_a_training_step_under_autocast_and_the_lists():
     net, x = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 2)), torch.randn(4, 8)
 

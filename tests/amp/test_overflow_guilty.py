@@ -2,11 +2,11 @@
 
 from collections import OrderedDict
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
-from overflow_cases import Part, first
+from overflow_cases import Part, Times, first
 from scaled_run import scaled_step
 from torch import nn
 
@@ -57,28 +57,13 @@ def test_a_mask_that_did_no_harm_is_not_blamed_for_what_overflows_after_it():
         assert [one.layer for one in watch.findings] == [layer]
 
 
-class Grow(torch.autograd.Function):
-    """x -> x, and its gradient times a factor that is read in backward."""
-
-    factor: ClassVar[dict[str, float]] = {}
-
-    @staticmethod
-    def forward(ctx, x, which):
-        ctx.which = which
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, *grads):
-        return grads[0] * Grow.factor.get(ctx.which, 1.0), None
-
-
-class Named(Grow):
+class Named(Times):
     """Stores what it likes on its ctx, which is the node of the autograd graph: names of the node's own methods."""
 
     @staticmethod
-    def forward(ctx, x, which):
-        ctx.name, ctx.variable, ctx.register_hook, ctx._sequence_nr = which, x.shape, True, 1
-        return Grow.forward(ctx, x, which)
+    def forward(ctx, x, factor):
+        ctx.name, ctx.variable, ctx.register_hook, ctx._sequence_nr = "here", x.shape, True, 1
+        return Times.forward(ctx, x, factor)
 
 
 def watched(model: nn.Module, mode: str, x: torch.Tensor) -> list:
@@ -93,23 +78,22 @@ def watched(model: nn.Module, mode: str, x: torch.Tensor) -> list:
 
 @pytest.mark.parametrize("mode", ["counters", "ops"])
 def test_a_function_may_store_on_its_ctx_what_nodes_call_their_methods(mode: str):
-    model = nn.Sequential(nn.Linear(4, 4), Part(lambda x: Named.apply(x, "here")), nn.Linear(4, 4))
-    Grow.factor = {"here": torch.inf}
+    model = nn.Sequential(nn.Linear(4, 4), Part(lambda x: Named.apply(x, torch.inf)), nn.Linear(4, 4))
     assert [(one.layer, one.op) for one in watched(model, mode, torch.ones(2, 4))] == [("1", "NamedBackward")]
 
 
 def test_two_layers_whose_gradients_overflow_one_after_the_other_are_two_findings():
-    model = nn.Sequential(
-        *[Part(lambda x, n=str(n): Grow.apply(x, n)) if n in (1, 5) else nn.Linear(4, 4) for n in range(7)]
-    )
+    bad = 0  # the layer whose gradient overflows, if it is one of these
+    grow = [Part(lambda x, n=n: Times.apply(x, torch.inf if n == bad else 1.0)) for n in (1, 5)]
+    model = nn.Sequential(nn.Linear(4, 4), grow[0], *(nn.Linear(4, 4) for _ in range(3)), grow[1], nn.Linear(4, 4))
     with find_overflow(model) as watch:
-        for step_number in range(5):
-            Grow.factor = {2: {"1": torch.inf}, 3: {"5": torch.inf}, 4: {"5": torch.inf}}.get(step_number, {})
+        for number in (0, 0, 1, 5, 5):
+            bad = number
             model(torch.ones(2, 4)).sum().backward()
             model.zero_grad()
     watch.first()
     told = [(one.layer, one.step, one.op, one.op_step) for one in watch.findings]
-    assert told == [("1", 2, None, None), ("5", 3, "GrowBackward", None)]
+    assert told == [("1", 2, None, None), ("5", 3, "TimesBackward", None)]
 
 
 def test_an_op_is_not_told_of_an_overflow_long_ago():
@@ -144,11 +128,10 @@ def test_the_numbers_of_a_finding_are_of_one_pass():
 @pytest.mark.parametrize("factor", [1.0, torch.inf])
 def test_an_inf_that_backward_itself_masks_is_no_finding(factor: float, roots: list[nn.Module], mode: str):
     """And is not blamed for the one that a layer before it makes, by this factor of its gradient."""
-    model: Any = nn.Sequential(nn.Linear(4, 4), Part(lambda x: Grow.apply(x, "here")), nn.Linear(4, 4), *roots)
+    model: Any = nn.Sequential(nn.Linear(4, 4), Part(lambda x: Times.apply(x, factor)), nn.Linear(4, 4), *roots)
     nn.init.constant_(model[2].bias, -10.0)
-    Grow.factor = {"here": factor}
     found = watched(model, mode, torch.rand(8, 4))
-    assert [(one.layer, one.op, one.step) for one in found] == ([] if factor == 1 else [("1", "GrowBackward", 0)])
+    assert [(one.layer, one.op, one.step) for one in found] == ([] if factor == 1 else [("1", "TimesBackward", 0)])
 
 
 @pytest.mark.filterwarnings("ignore::fp8engine.errors.EmulationWarning")
@@ -159,6 +142,29 @@ def test_beside_fp8_codes_no_number_is_told():
     with find_overflow(model, mode="ops") as watch, torch.autocast("cpu", torch.float16):
         model(torch.full((16, 16), 150.0))
     assert str(watch.first()) == "step 0: output of '0' is Inf in float16 made by matmul"
+
+
+@pytest.mark.parametrize("mode", ["counters", "ops"])
+@pytest.mark.parametrize("together", [False, True])
+def test_gradients_of_a_forward_that_overflowed_blame_nobody(together: bool, mode: str):
+    """Also where another pass shares the backward, or where the watch is asked before it."""
+    model: Any = nn.Sequential(nn.Linear(4, 4), Part(lambda x: torch.exp(x.half()).float()), nn.Linear(4, 4))
+    nn.init.ones_(model[0].weight)
+    with find_overflow(model, mode=mode) as watch:
+        for _ in range(2):
+            y = model(torch.full((2, 4), 50.0))
+            watch.first()
+            (y + model(torch.zeros(2, 4)) if together else y).sum().backward()
+            model.zero_grad()
+    assert first(watch, "layer", "operand", "step") == ("1", "output", 0)
+    assert len(watch.findings) == 1
+
+
+def test_the_op_is_the_one_whose_inf_gets_out_not_an_earlier_one_that_a_clamp_takes_out():
+    part = Part(lambda x: ((x.half() * -300) * 300).clamp(min=0) + torch.exp(x.half() * 12))
+    with find_overflow(nn.Sequential(part), mode="ops") as watch:
+        watch.model(torch.ones(2, 2))
+    assert first(watch, "layer", "op") == ("0", "exp")
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from overflow_cases import CASES, PART, Case, Net, Part, first, make, step
+from overflow_cases import BY_NAME, HEALTHY, PART, Net, Part, first, make, step
 from torch import nn
 
 from fp8engine.amp.overflow import find_overflow
@@ -17,8 +17,7 @@ from fp8engine.amp.overflow.reading import Reading
 from fp8engine.amp.overflow.recorder import named_layers
 from fp8engine.errors import ConversionError
 
-EXP = next(case for case in CASES if case.name == "exp")
-HEALTHY = Case("healthy", Net, None, "")
+EXP = BY_NAME["exp"]
 
 
 def test_modules_called_in_threads():
@@ -108,6 +107,17 @@ def test_without_gradients(mode: str, without):
         for _ in range(2):
             model(torch.randn(4, 8))
     assert first(watch, "layer", "op", "step") == (PART, "exp", 0)
+
+
+@pytest.mark.parametrize("mode", ["counters", "ops"])
+def test_a_layer_that_overflows_in_place_in_inference_mode(mode: str):
+    """Its output is the tensor that it was given, and has no version."""
+    model = nn.Sequential(nn.Linear(4, 4), Part(lambda x: x.mul_(2.0**100).mul_(2.0**100)), nn.Linear(4, 4))
+    with find_overflow(model, mode=mode) as watch, torch.inference_mode():
+        for _ in range(2):
+            model(torch.ones(2, 4))
+    assert first(watch, "layer", "op", "step") == ("1", "mul_", 0)
+    assert len(watch.findings) == 1
 
 
 def test_functional_transforms_pass():
@@ -222,5 +232,9 @@ def test_a_scripted_part_counts_as_part_of_the_forward_around_it(mode: str):
         for _ in range(2):
             model(torch.full((2, 4), 3e38))
     assert first(watch, "layer", "operand", "op") == ("", "output", "addmm")
+    nn.init.constant_(model[0].weight, torch.inf)
+    with find_overflow(model, mode=mode) as watch:
+        model(torch.ones(2, 4))
+    assert first(watch, "layer", "operand", "parameter") == ("", "weight", "0.weight")
     with pytest.raises(ConversionError, match=r"give the model as it was before torch\.jit"):
         find_overflow(model[0])

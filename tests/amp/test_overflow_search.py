@@ -10,26 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from overflow_cases import Part, first
+from overflow_cases import Part, Times, first
 from torch import nn
 
 from fp8engine.amp.decorate import decorate
 from fp8engine.amp.overflow import find_overflow
 from fp8engine.amp.scaler import GradScaler
 from fp8engine.errors import ConversionError
-
-
-class Times(torch.autograd.Function):
-    """x -> x, and its gradient times a factor."""
-
-    @staticmethod
-    def forward(ctx, x, factor):
-        ctx.factor = factor
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, *grads):
-        return grads[0] * ctx.factor, None
 
 
 class Gain(nn.Module):

@@ -7,15 +7,14 @@ from typing import Any
 import pytest
 import torch
 from op_counts import WAITS, Counted
-from overflow_cases import CASES, PART, Case, Net, Part, first, make, step
+from overflow_cases import BY_NAME, HEALTHY, PART, Part, first, make, step
+from scaled_run import scaled_step
 from torch import nn
 
 from fp8engine.amp.overflow import find_overflow
 from fp8engine.errors import ConversionError, UnknownName
 
-BY_NAME = {case.name: case for case in CASES}
 EXP, SQRT = BY_NAME["exp"], BY_NAME["sqrt'(0)"]
-HEALTHY = Case("healthy", Net, None, "")
 
 
 def state(model: nn.Module) -> list:
@@ -121,11 +120,7 @@ def test_a_loss_scale_too_large_for_one_layer_is_found_with_its_scale():
         for _ in range(3):
             with torch.autocast("cpu", torch.float16):
                 loss = model(torch.randn(32, 8, generator=torch.Generator().manual_seed(1))).float().pow(2).mean()
-            scaler.scale(loss).backward()
-            scaler.unscale_(optimizer)
-            scaler.step(optimizer)
-            scaler.update()
-            optimizer.zero_grad()
+            scaled_step(scaler, optimizer, loss)
     told = first(watch, "layer", "operand", "parameter", "loss_scale")
     assert told == (case.layer, "grad_weight", f"{case.layer}.weight", case.scale)
     assert f"at loss scale {case.scale:g}" in str(watch.first())
@@ -153,6 +148,22 @@ def test_victims_are_not_named_and_the_report_says_who_is_who():
         assert words in str(report)
     told = json.loads(json.dumps(report.to_dict(), allow_nan=False))["findings"][0]
     assert (told["layer"], told["output_amax"]) == (PART, "inf")
+
+
+def test_a_report_shows_the_worst_layers_and_both_ends_of_a_long_search():
+    """29 layers after the first, each nearer to FP16's end; a scale that doubles at each of 20 steps."""
+    near = [Part(lambda x, e=e: (x * 0).half() + 2.0**e) for e in range(-13, 16)]
+    model = nn.Sequential(nn.Linear(2, 2), *near)
+    optimizer = torch.optim.SGD(model.parameters(), 0.0)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1.0, growth_interval=1)
+    with find_overflow(model, scaler) as watch:
+        for _ in range(20):
+            scaled_step(scaler, optimizer, model(torch.ones(1, 2)).float().sum())
+    text = str(watch.report())
+    shown = [line.split("│")[1].strip() for line in text.splitlines() if " Part " in line]
+    assert shown == [str(n) for n in range(29, 5, -1)]
+    assert "6 more layers, all farther from the end of their range" in text
+    assert "1 (step 0) -> 2 (step 1) -> 4 (step 2) -> 8 (step 3) -> ... -> 8192 (step 13) -> " in text
 
 
 def test_two_culprits_in_one_pass_are_both_named_the_first_first():

@@ -262,6 +262,11 @@ def test_a_scale_written_by_another_hand_is_seen():
         assert run.scaler.get_scale() == 64.0
         run.scaler._scale = torch.tensor(32.0)
         assert run.scaler.get_scale() == 32.0
+        run = Run(kind("cpu", 16.0, decrease_every_n=2))
+        run.step(math.inf)
+        run.scaler._scale.fill_(128.0)
+        run.step(math.inf)
+        assert run.scaler.get_scale() == 64.0, "the bad iteration before it still counts"
 
 
 def test_unscaled_but_not_stepped_still_moves_the_scale():

@@ -28,6 +28,19 @@ class Part(nn.Module):
         return self.function(x)
 
 
+class Times(torch.autograd.Function):
+    """x -> x, and its gradient times a factor."""
+
+    @staticmethod
+    def forward(ctx, x, factor):
+        ctx.factor = factor
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, *grads):
+        return grads[0] * ctx.factor, None
+
+
 class Block(nn.Module):
     """Linear, norm, the planted part, a residual; `between` is computed by the block's own forward."""
 
@@ -181,6 +194,8 @@ BACKWARD = [
     Case("loss scale", Net, None, "grad_output", scale=2.0**30),
 ]
 CASES = FORWARD + BACKWARD
+BY_NAME = {case.name: case for case in CASES}
+HEALTHY = Case("healthy", Net, None, "")
 
 
 def make(case: Case, under: str) -> tuple[Any, Any]:

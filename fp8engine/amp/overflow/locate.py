@@ -36,7 +36,7 @@ class Seen:
     found: its findings, first in time first.  guess: what its gradients would have shown without their ops.
     ops: events of ops of the forward that made NaN or Inf, whether it did harm or not.  making, masking: calls with
     such an op, or with a mask, inside.  suspects: events of -Inf alone, of which nothing finite has come yet.
-    overflowed: calls with an overflow inside.  bad: readings of the forward.  bad_weights: layers that hold one.
+    bad: readings of the forward.  bad_weights: layers that hold one.
     """
 
     found: list[Finding] = field(default_factory=list)
@@ -45,7 +45,6 @@ class Seen:
     making: set[Call] = field(default_factory=set)
     masking: set[Call] = field(default_factory=set)
     suspects: list[Event] = field(default_factory=list)
-    overflowed: set[Call] = field(default_factory=set)
     bad: set[Reading] = field(default_factory=set)
     bad_weights: list[str] = field(default_factory=list)
 
@@ -84,11 +83,19 @@ class Locator:
                 for overflow in self._overflows(event):
                     self._name_maker(overflow)
         made, guess = self._backward(batch)
-        # After a forward gone bad its gradients are bad too, which is no overflow of their own.
-        if guess is not None and not seen.bad and not seen.bad_weights:
+        if guess is not None and not self._spoiled(batch):
             seen.found.append(made or guess)
             seen.guess = guess
         return seen
+
+    def _spoiled(self, batch: Batch) -> bool:
+        """Whether a forward of the gradients went bad: then these are bad too, which is no overflow of their own.
+
+        The forward of this pass, or of an earlier one: several passes may share a backward, and a watch that is asked
+        between a forward and its backward begins another batch.
+        """
+        calls = (call for event in batch.events if event.kind.startswith("grad_") for call in event.around())
+        return bool(self._seen.bad or self._seen.bad_weights) or any(call.overflowed for call in calls)
 
     def _weight(self, event: Event) -> None:
         seen = self._seen
@@ -119,7 +126,7 @@ class Locator:
         if not holds:
             seen.suspects = [one for one in seen.suspects if not _leads(one, maker)]
             return []
-        if maker in seen.overflowed or not seen.bad.isdisjoint(maker.inputs):  # it passes on what was found
+        if maker.overflowed or not seen.bad.isdisjoint(maker.inputs):  # it passes on what was found
             return [event]
         if call.opwise and holds != "NaN":
             if maker in seen.making:
@@ -158,8 +165,9 @@ class Locator:
     def _name_maker(self, event: Event) -> None:
         """Add the finding of an overflow, if its maker was given nothing bad and nothing in it was found before."""
         seen, culprit = self._seen, event.maker
-        known = culprit in seen.overflowed if culprit else bool(seen.overflowed)
-        seen.overflowed.update(event.around())
+        known = culprit.overflowed if culprit else bool(seen.bad)
+        for call in event.around():
+            call.overflowed = True
         seen.bad.add(event.reading)
         if known or any(inside(layer, culprit.name if culprit else "") for layer in seen.bad_weights):
             return

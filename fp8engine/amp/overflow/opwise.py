@@ -25,9 +25,9 @@ import torch
 from torch import nn
 
 from fp8engine._torch import TorchDispatchMode
-from fp8engine.amp.overflow.reading import FLOATS, Known, Reading, largest, read_now, readable
+from fp8engine.amp.overflow.reading import Known, Reading, largest, read_now
 from fp8engine.amp.overflow.trace import Call, Trace
-from fp8engine.amp.tensors import tensors
+from fp8engine.amp.tensors import FLOATS, readable, tensors
 
 TAGGED = "fp8engine.amp"
 UNWRITTEN = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "resize_", "set_")

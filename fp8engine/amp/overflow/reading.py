@@ -19,11 +19,8 @@ from typing import Any
 import torch
 
 from fp8engine import _torch
-from fp8engine._torch import is_functorch_wrapped_tensor
-from fp8engine.amp.tensors import Stamp
+from fp8engine.amp.tensors import Stamp, readable
 from fp8engine.files import HostCopy
-
-FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 @dataclass(eq=False, slots=True)
@@ -91,20 +88,6 @@ class Known:
 def largest(readings: Iterable[Reading]) -> float:
     """The largest finite magnitude among readings, NaN where there is none."""
     return max((r.amax for r in readings if r.taken and r.finite), default=math.nan)
-
-
-def readable(tensor: torch.Tensor) -> torch.Tensor | None:
-    """The values to read: this rank's part, a complex number as two; None for integers and what holds no values."""
-    if hasattr(tensor, "to_local"):  # DTensor
-        tensor = tensor.to_local()  # pyright: ignore[reportAttributeAccessIssue]
-    tensor = tensor.detach()
-    if tensor.layout is torch.sparse_coo:
-        tensor = tensor._values()
-    if tensor.is_complex():
-        tensor = torch.view_as_real(tensor.resolve_conj())
-    if tensor.dtype not in FLOATS or tensor.layout is not torch.strided or not tensor.numel():
-        return None
-    return None if tensor.device.type == "meta" or is_functorch_wrapped_tensor(tensor) else tensor
 
 
 def read(tensor: torch.Tensor) -> Reading:

@@ -48,19 +48,19 @@ class _Hook(functools.partial):
 
 
 class Recorder:
-    """Records what the model does; its owner takes the batches from `trace.sealed`.
+    """Records what the model does.
 
-    always: every pass op by op.  poll: called before each pass, after the batch before it was sealed.  layers: (name,
-    module) of all that can be hooked, wrappers too.
+    always: every pass op by op.  done: is given each batch before the pass after it begins.  layers: (name, module) of
+    all that can be hooked, wrappers too.
     """
 
-    def __init__(self, model: nn.Module, scaler: Any, always: bool, poll: Callable[[], None]):
-        self.model, self.scaler, self.always, self.poll = model, scaler, always, poll
+    def __init__(self, model: nn.Module, scaler: Any, always: bool, done: Callable[[Batch], None]):
+        self.model, self.scaler, self.always = model, scaler, always
         self.passes = self.backwards = 0
         self.layers = list(named_layers(model))
         self.compiled: set[str] = set()  # names of the layers that run compiled, once attached
         self._parameters = [(plain_name(model, name), p) for name, p in model.named_parameters()]
-        self.trace = Trace({id(p): name for name, p in self._parameters}, step=-1 if scaler is None else 0)
+        self.trace = Trace({id(p): name for name, p in self._parameters}, -1 if scaler is None else 0, done)
         self._roots: set[str] = set()  # outermost calls so far: parts of a model may be called by themselves
         self._rewatched: dict[str, int] = {}  # how many passes of an outermost call are still to be watched op by op
         self._known = Known()  # tensors of this pass
@@ -90,9 +90,9 @@ class Recorder:
     def detach(self) -> None:
         """Unhook it, whatever went wrong in between, and seal the last batch."""
         self.trace.closed = True
-        self.trace.seal()
         for undone in (self._ops, self._eager, self._attached):
             undone.close()
+        self.trace.seal()
 
     def rewatch(self, wanted: bool) -> None:
         """Watch the next passes of each outermost call op by op, until a backward has come; or no longer."""
@@ -142,7 +142,6 @@ class Recorder:
         self._ops.close()
         self._eager.close()
         self.trace.seal()
-        self.poll()
         self._known = Known()
         self._accumulated.clear()
         self._roots.add(name)
@@ -222,7 +221,9 @@ class Recorder:
         with self.trace.quiet():
             for tensor in tensors(given):
                 reading = self._known.find(tensor)
-                if reading is None:
+                # A tensor of inference mode counts no versions: the call may have written in place what it was given.
+                unsure = kind == "output" and tensor.is_inference() and reading in call.inputs
+                if reading is None or unsure:
                     reading = self._known.keep(tensor, Reading() if call.recomputed else read(tensor))
                     self.trace.add(kind, reading, call)
                     if tensor.requires_grad and (kind == "output" or not tensor.is_leaf):

@@ -172,8 +172,7 @@ class OverflowReport:
     def to_dict(self) -> dict:
         """Everything, in types that JSON knows."""
         hidden = [dict(zip(("layer", "op", "made", "times"), what, strict=True)) for what in self.hidden]
-        findings, layers = ([one.to_dict() for one in some] for some in (self.findings, self.layers))
-        return plain(vars(self) | {"findings": findings, "layers": layers, "hidden": hidden})
+        return plain(vars(self) | {"hidden": hidden})
 
     def table(self, width: int = 120) -> str:
         """The layers worst first, and the findings, as text `width` columns wide."""
@@ -241,7 +240,9 @@ def shown(magnitude: float) -> str:
 
 
 def plain(value: Any) -> Any:
-    """A value in types that JSON knows: NaN and Inf as text, a dtype as its name."""
+    """A value in types that JSON knows: NaN and Inf as text, a dtype as its name, a finding or layer as a dict."""
+    if isinstance(value, (Finding, LayerStats)):
+        return value.to_dict()
     if isinstance(value, dict):
         return {key: plain(inner) for key, inner in value.items()}
     if isinstance(value, (list, tuple)):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,7 +22,7 @@ class Call:
     """One call of one module.
 
     recomputed: a checkpoint's second forward.  opwise: its ops are checked one by one.  sequence: of the first node
-    that it could add to the autograd graph.
+    that it could add to the autograd graph.  overflowed: an overflow was found in it (locate.py).
     """
 
     name: str
@@ -33,6 +33,7 @@ class Call:
     opwise: bool
     inputs: list[Reading] = field(default_factory=list)
     sequence: int = 0
+    overflowed: bool = False
 
 
 @dataclass(eq=False)
@@ -104,14 +105,13 @@ class _Thread(threading.local):
 class Trace:
     """Batches, and the call that is running in each thread.
 
-    parameters: names by id.  sealed: finished batches; the owner of the recorder takes them out.  step: the one under
-    way.  scale: the latest loss scale.  outermost: the call of the pass, while it runs.  closed: nothing is recorded.
+    parameters: names by id.  step: the one under way.  done: is given each batch once it is finished.  scale: the
+    latest loss scale.  outermost: the call of the pass, while it runs.  closed: nothing is recorded.
     """
 
-    def __init__(self, parameters: dict[int, str], step: int):
-        self.parameters, self.step = parameters, step
+    def __init__(self, parameters: dict[int, str], step: int, done: Callable[[Batch], None]):
+        self.parameters, self.step, self.done = parameters, step, done
         self.batch = Batch(opwise=False)
-        self.sealed: list[Batch] = []
         self.scale: Reading | None = None
         self.outermost: Call | None = None
         self.closed = True
@@ -119,9 +119,8 @@ class Trace:
 
     def seal(self) -> None:
         """Close the batch, so that it can be judged; events that follow go to a new one."""
-        if self.batch.events:
-            self.sealed.append(self.batch)
-        self.batch = Batch(self.batch.opwise)
+        batch, self.batch = self.batch, Batch(self.batch.opwise)
+        self.done(batch)
 
     def add(self, kind: str, reading: Reading, call: Call | None = None, name: str = "", **more: Any) -> None:
         """Record a reading, if anything was read, under the name of its call, if it has one; `more` as in Event."""

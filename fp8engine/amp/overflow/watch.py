@@ -49,7 +49,7 @@ class OverflowWatch:
         self.scales: list[tuple[int, float]] = []  # (step, loss scale from there on)
         self.hidden: Counter[tuple[str, str, str]] = Counter()  # (layer, op, what it made) that did not get out
         self.pinned: dict[str, Pin] = {}
-        self._recorder = Recorder(model, scaler, mode == "ops", self._poll)
+        self._recorder = Recorder(model, scaler, mode == "ops", self._take)
         self._copies: list[tuple[Batch, ReadingsCopy]] = []
         self._modules = dict(self._recorder.layers)  # of a wrapper and what it holds, which share a name, the inner one
         self.layers = {name: LayerStats(name, type(module).__name__) for name, module in self._modules.items()}
@@ -66,7 +66,6 @@ class OverflowWatch:
 
     def __exit__(self, *exc: object) -> None:
         self._recorder.detach()
-        self._poll()
         if exc[0] is None and not self._recorder.passes and self._recorder.backwards:
             warnings.warn(
                 "find_overflow saw gradients and no forward: the model ran inside a compiled graph that it was not "
@@ -133,17 +132,21 @@ class OverflowWatch:
             self._worst = list(dict.fromkeys([*newly, *near]))
             self._pinned_at, self._guilty_then = self._recorder.passes, guilty
 
-    def _poll(self, wait: bool = False) -> None:
+    def _take(self, batch: Batch) -> None:
+        """Begin to copy the readings of a batch to the host, and judge those that are there."""
+        if batch.events:
+            self._copies.append((batch, ReadingsCopy(event.reading for event in batch.events)))
+        self._judge_copied()
+
+    def _judge_copied(self, wait: bool = False) -> None:
         """Judge the batches whose readings are on the host; wait: all of them."""
-        sealed, self._recorder.trace.sealed = self._recorder.trace.sealed, []
-        self._copies += [(batch, ReadingsCopy(event.reading for event in batch.events)) for batch in sealed]
         while self._copies and (wait or self._copies[0][1].done()):
             self._judge(*self._copies.pop(0))
 
     def _settle(self) -> None:
         """Judge everything up to now, and count how often each layer was named."""
         self._recorder.trace.seal()
-        self._poll(wait=True)
+        self._judge_copied(wait=True)
         for layer in self.layers.values():
             layer.guilty = layer.scaled = 0
         for entry in self._ledger.entries:
