@@ -160,12 +160,15 @@ def _writes(code: CodeType) -> bool:
 
 @functools.cache
 def dtypes_asked(code: CodeType) -> set[str]:
-    """Paths of the layers for whose weight's dtype the code asks: "mlp.wo" of `self.mlp.wo.weight.dtype`."""
-    found, chain = set(), []
+    """Paths of what the code asks for its dtype: "mlp.wo.weight" of `self.mlp.wo.weight.dtype`, "" of `self.dtype`."""
+    found, chain, of_self = set(), [], False
     for each in dis.get_instructions(code):
-        chain = [*chain, each.argval] if each.opname == "LOAD_ATTR" else []
-        if chain[-2:] == ["weight", "dtype"] and chain[:-2]:
-            found.add(".".join(chain[:-2]))
+        if each.opname != "LOAD_ATTR":
+            chain, of_self = [], each.argrepr.endswith("self")
+            continue
+        if each.argval == "dtype" and (chain or of_self):  # not of a tensor, `x.dtype`
+            found.add(".".join(chain))
+        chain = [*chain, each.argval]
     return found
 
 
