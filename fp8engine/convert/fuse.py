@@ -38,7 +38,7 @@ def fuse(model: nn.Module) -> int:
             module: Any = model.get_submodule(name)
             if isinstance(module, Mixin) or not near.reads(name, module, recognised, mixin):
                 continue
-            recognised.producer = Producer(near.inside_its_block(name))
+            recognised.producer = Producer(name.removeprefix(near.block_of(name)))
             mix(module, mixin)
             recognised.own = tuple((key, value) for key, value in _own(module) if key != recognised.eps)
             object.__setattr__(module, "recognised", recognised)
@@ -94,10 +94,6 @@ class _Near:
     def block_of(self, name: str) -> str:
         """The name of the repeated block that a module is in, with a dot at its end; "" for none."""
         return next((block for block in self.blocks if name.startswith(block)), "")
-
-    def inside_its_block(self, name: str) -> str:
-        """A module's name within its block."""
-        return name.removeprefix(self.block_of(name))
 
     def reads(self, name: str, module: Any, recognised: Recognised, mixin: type[Mixin]) -> bool:
         """Whether a converted layer may read the result of a module."""

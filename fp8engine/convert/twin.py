@@ -62,7 +62,8 @@ class StandIn(nn.Module):
     def __init__(self, layer: nn.Module, dtype: torch.dtype = torch.float64):
         super().__init__()
         plain: Any = adapted(layer)
-        self.out_features, self.in_features = self.nf, self.nx = _shape(plain)
+        shape_NK = plain.weight.shape[::-1] if hasattr(plain, "nf") else plain.weight.shape  # a Conv1D's is [K, N]
+        self.out_features, self.in_features = self.nf, self.nx = shape_NK
         self.read: list[torch.Tensor] = []
         self.wrote = torch.empty(0)
         for key, own in (("weight", plain.weight), ("bias", plain.bias)):
@@ -213,12 +214,6 @@ def parts_of(module: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Module
 def adapted(module: nn.Module) -> nn.Module:
     """The layer under peft's adapter, or the layer itself."""
     return getattr(module, "base_layer", module)
-
-
-def _shape(layer: Any) -> tuple[int, int]:
-    """[N, K] of a linear layer; a Conv1D's weight is [K, N]."""
-    n, k = reversed(layer.weight.shape) if hasattr(layer, "nf") else layer.weight.shape
-    return n, k
 
 
 def plain_class(module: nn.Module) -> type[nn.Module]:
