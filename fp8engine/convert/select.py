@@ -278,9 +278,7 @@ def _obstacle(module: nn.Module) -> str | None:
     if "weight" not in module._parameters:
         return "its weight is computed (weight_norm, pruning or a parametrization)"
     weight = module.weight
-    if type(weight) not in (nn.Parameter, torch.Tensor) and not isinstance(weight, nn.Parameter):
-        return f"its weight is a {type(weight).__name__}"
-    if isinstance(weight.data, torch.Tensor) and type(weight.data) is not torch.Tensor:
+    if type(weight.data) is not torch.Tensor:
         return f"its weight is a {type(weight.data).__name__}, quantised or sharded already"
     if weight.dtype not in FLOATS:
         return f"its weight is {weight.dtype}; FP8 casts take float32, bfloat16 or float16"
