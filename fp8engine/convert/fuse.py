@@ -64,9 +64,11 @@ def _producers(module: Any, what: Found) -> Iterator[tuple[str, type[Mixin], Rec
 
 
 def _own(module: nn.Module) -> Told:
-    """What is set on a module, but private names of others; plain values of its class that its code names; or None.
+    """(name, value) of the attributes on which a module's result may depend.
 
-    None: of what is not there, and the code names in a string, as getattr does.
+    They are what is set on the module, without private names that its code does not use; and plain values of its class
+    that its code uses.  An attribute that is not there, and whose name the code has in a string, as in
+    `getattr(self, "scale", 1)`, is None: it may be set later.
     """
     kind, codes = plain_class(module), codes_of(module)
     asked = {each for code in codes for each in code.co_consts if isinstance(each, str) and each.isidentifier()}

@@ -121,7 +121,8 @@ def flat_experts(module: nn.Module) -> dict[str, tuple[int, ...]]:
 def experts_run(model: nn.Module) -> dict[int, int]:
     """id of a module with parameters of many experts -> how many of its experts a token passes; all, if not known.
 
-    A token passes all matrices of a layer of groups (ConvBERT's), and one of Moshi's, which is not among these.
+    A layer of groups (ConvBERT's) is there with all its matrices: a token passes all.  Moshi's layers, of whose
+    matrices a token passes one, are not there.
     """
     found, above = {}, {id(child): parent for parent in model.modules() for child in parent.children()}
     for parent in model.modules():

@@ -136,7 +136,8 @@ def codes_of(module: nn.Module) -> set[CodeType]:
     seen: dict[int, Any] = {}
     while todo:
         each = todo.pop()
-        if id(each) in seen:
+        # Of other objects an attribute may be an error: of a dict whose keys are attributes a KeyError.
+        if id(each) in seen or not (callable(each) or isinstance(each, CodeType | property | classmethod)):
             continue
         seen[id(each)] = each
         todo.append(getattr(each, {functools.partial: "func", property: "fget"}.get(type(each), "__wrapped__"), None))

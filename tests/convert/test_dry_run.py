@@ -62,17 +62,24 @@ class Turns(nn.Module):
         return self.last(F.linear(x, self.first.weight))
 
 
+class Keys(dict):
+    """As many a config: its keys are attributes, and to ask for another attribute is a KeyError."""
+
+    __getattr__ = dict.__getitem__
+
+
 class AsksInside(nn.Module):
     """Casts two inputs to the dtype of a layer that another module holds: no dry run comes to its end."""
 
     def __init__(self):
         super().__init__()
+        self.keys = Keys(scale=2.0)
         self.inside: Any = nn.ModuleDict({"proj": nn.Linear(16, 16), "other": nn.Linear(16, 16)})
         self.own = nn.Linear(16, 16)
 
     def forward(self, x, y):
         dtype = self.inside.proj.weight.dtype
-        return self.own(self.inside.proj(x.to(dtype)) + y.to(dtype).norm().item())
+        return self.own(self.inside.proj(x.to(dtype)) + self.keys.scale * y.to(dtype).norm().item())
 
 
 class Typed(nn.Module):
