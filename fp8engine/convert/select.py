@@ -8,11 +8,12 @@ weight, experts that are not laid out as transformers' use_experts_implementatio
 
 from __future__ import annotations
 
+import contextlib
 import fnmatch
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -65,6 +66,13 @@ class Decision:
 def weight_of(module: nn.Module, parameter: str = "weight") -> torch.Tensor:
     """The module's weight, whatever it is stored as."""
     return cast(torch.Tensor, getattr(module, parameter))
+
+
+def told_by_config(module: nn.Module, key: str) -> Any:
+    """What a module's config says under a name; None where it says nothing, or has no such attribute in its own way."""
+    with contextlib.suppress(Exception):  # a KeyError, of a dict whose keys are attributes
+        return getattr(module.config, key)
+    return None
 
 
 def parameter_of(name: str, module: nn.Module) -> str:
@@ -191,8 +199,7 @@ def _heads(model: nn.Module) -> set[int]:
     `proj_out`) only a layer with the name and the width is one.
     """
     found, repeated = set(), _repeated(model)
-    configs = {id(config): config for m in model.modules() if (config := getattr(m, "config", None)) is not None}
-    widths = {getattr(config, key, None) for config in configs.values() for key in ("vocab_size", "num_labels")}
+    widths = {told_by_config(module, key) for module in model.modules() for key in ("vocab_size", "num_labels")}
     unread = widths - {m.in_features for m in model.modules() if isinstance(m, nn.Linear)}
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear) and module.out_features in unread and not _in_adapter(name):
