@@ -1,19 +1,16 @@
 """Attention of a converted model in FP8: which modules compute one, and what computes it (convert's `attention`).
 
-A module computes attention where its class's forward names torch's scaled_dot_product_attention or transformers' table
-of attention functions; and fe.Attention does.  What then does not call torch's function stays in 16 bits, said once: by
-its first forward; or by fe.convert, of an nn.MultiheadAttention, which calls it elsewhere, and of a module on which
-another forward was set.
+A module computes attention where the code of its forward, or of a method that this names, names torch's
+scaled_dot_product_attention or transformers' table of attention functions; and fe.Attention does.  What then does not
+call torch's function stays in 16 bits, said once: by its first forward; or by fe.convert, of an nn.MultiheadAttention,
+which calls it elsewhere, and of a module on which another forward was set.
 """
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Iterator
-from types import CodeType
-
 from torch import nn
 
+from fp8engine.convert.twin import codes_of
 from fp8engine.errors import ConversionError, UnknownName
 from fp8engine.nn.attention import Attention
 from fp8engine.nn.class_swap import bound_forwards, mix
@@ -58,30 +55,22 @@ def put(found: list[tuple[str, nn.Module]], asked: str, strict: bool) -> None:
 
 
 def computes_attention(module: nn.Module) -> bool:
-    """Whether the module's own forward computes attention, by torch's function or another.
+    """Whether the module's own code computes attention, by torch's function or another.
 
     >>> computes_attention(nn.Linear(2, 2)), computes_attention(nn.MultiheadAttention(2, 1))
     (False, True)
     """
-    return isinstance(module, (Attention, nn.MultiheadAttention)) or not {SDPA, TABLE}.isdisjoint(_forward(module))
+    return isinstance(module, (Attention, nn.MultiheadAttention)) or not {SDPA, TABLE}.isdisjoint(_names(module))
 
 
 def takes_fp8(module: nn.Module) -> bool:
-    """Whether one that computes attention calls torch's function in its own forward."""
+    """Whether one that computes attention calls torch's function in its own code."""
     if isinstance(module, Attention):
         return True
-    config, names = getattr(module, "config", None), set(_forward(module))
+    config, names = getattr(module, "config", None), _names(module)
     return SDPA in names or (TABLE in names and getattr(config, "_attn_implementation", None) == "sdpa")
 
 
-def _forward(module: nn.Module) -> Iterator[str]:
-    return _names(getattr(inspect.unwrap(type(module).forward), "__code__", None))
-
-
-def _names(code: CodeType | None) -> Iterator[str]:
-    """The names that a function's code uses, and those of functions inside of it."""
-    if code is not None:
-        yield from code.co_names
-        for constant in code.co_consts:
-            if isinstance(constant, CodeType):
-                yield from _names(constant)
+def _names(module: nn.Module) -> set[str]:
+    """The names that the code of a module's forward uses, and that of its methods that this names."""
+    return {name for code in codes_of(module) for name in code.co_names}

@@ -55,7 +55,8 @@ def asked_for_dtype(model: nn.Module) -> dict[int, str]:
 def _asked_in_code(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """(class of the module, layer) of linear layers for whose weight's dtype the module's code asks by their path.
 
-    SigLIP 2's embeddings write `self.patch_embedding.weight.dtype`, and take two tensors.
+    SigLIP 2's embeddings write `self.patch_embedding.weight.dtype`, and take two tensors.  The `dtype` of one of
+    transformers' models is that of its first parameter: Granite Speech casts to `self.dtype`.
     """
     paths: dict[type, set[str]] = {}
     for module in model.modules():
@@ -64,8 +65,10 @@ def _asked_in_code(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             paths[kind] = {path for code in codes_of(module) for path in dtypes_asked(code)}
         for path in paths[kind]:
             with contextlib.suppress(AttributeError):  # an attribute of something else
-                layer = module.get_submodule(path)
-                if is_linear(layer):
+                part = module.get_submodule(path.removesuffix(".weight"))
+                owners = (each for each in part.modules() if any(p.is_floating_point() for p in each.parameters(False)))
+                layer = next(owners, part)
+                if (path.endswith(".weight") or hasattr(type(part), "dtype")) and is_linear(layer):
                     yield kind.__name__, adapted(layer)
 
 

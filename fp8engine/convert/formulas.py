@@ -205,15 +205,16 @@ def _near(
 
 def mlp(module: nn.Module) -> Callable | None:
     """A look at an MLP; None: the module cannot be one."""
-    return _with_layers(module, linear_layers_of(module), whole=True)
+    return _with_layers(module, whole=True)
 
 
 def product(module: nn.Module) -> Callable | None:
     """A look at what may compute an MLP between other things, such as a norm and a residual."""
-    return _with_layers(module, linear_layers_of(module, vectors=True), whole=False)
+    return _with_layers(module, whole=False)
 
 
-def _with_layers(module: nn.Module, layers: dict[str, nn.Module] | None, whole: bool) -> Callable | None:
+def _with_layers(module: nn.Module, whole: bool) -> Callable | None:
+    layers = linear_layers_of(module, vectors=not whole)
     if layers is None or len(layers) not in (2, 3):
         return None
     first, *others = {name.partition(".")[0] for name in layers}

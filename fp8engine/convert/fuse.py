@@ -38,7 +38,7 @@ def fuse(model: nn.Module) -> int:
             module: Any = model.get_submodule(name)
             if isinstance(module, Mixin) or not near.reads(name, module, recognised, mixin):
                 continue
-            recognised.producer = Producer(near.inside_its_block(name))
+            recognised.producer = Producer(name.removeprefix(near.block_of(name)))
             mix(module, mixin)
             recognised.own = tuple((key, value) for key, value in _own(module) if key != recognised.eps)
             object.__setattr__(module, "recognised", recognised)
@@ -64,9 +64,11 @@ def _producers(module: Any, what: Found) -> Iterator[tuple[str, type[Mixin], Rec
 
 
 def _own(module: nn.Module) -> Told:
-    """What is set on a module, but private names of others; plain values of its class that its code names; or None.
+    """(name, value) of the attributes on which a module's result may depend.
 
-    None: of what is not there, and the code names in a string, as getattr does.
+    They are what is set on the module, without private names that its code does not use; and plain values of its class
+    that its code uses.  An attribute that is not there, and whose name the code has in a string, as in
+    `getattr(self, "scale", 1)`, is None: it may be set later.
     """
     kind, codes = plain_class(module), codes_of(module)
     asked = {each for code in codes for each in code.co_consts if isinstance(each, str) and each.isidentifier()}
@@ -94,10 +96,6 @@ class _Near:
     def block_of(self, name: str) -> str:
         """The name of the repeated block that a module is in, with a dot at its end; "" for none."""
         return next((block for block in self.blocks if name.startswith(block)), "")
-
-    def inside_its_block(self, name: str) -> str:
-        """A module's name within its block."""
-        return name.removeprefix(self.block_of(name))
 
     def reads(self, name: str, module: Any, recognised: Recognised, mixin: type[Mixin]) -> bool:
         """Whether a converted layer may read the result of a module."""

@@ -8,11 +8,12 @@ weight, experts that are not laid out as transformers' use_experts_implementatio
 
 from __future__ import annotations
 
+import contextlib
 import fnmatch
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -65,6 +66,13 @@ class Decision:
 def weight_of(module: nn.Module, parameter: str = "weight") -> torch.Tensor:
     """The module's weight, whatever it is stored as."""
     return cast(torch.Tensor, getattr(module, parameter))
+
+
+def told_by_config(module: nn.Module, key: str) -> Any:
+    """What a module's config says under a name; None where it says nothing, or has no such attribute in its own way."""
+    with contextlib.suppress(Exception):  # a KeyError, of a dict whose keys are attributes
+        return getattr(module.config, key)
+    return None
 
 
 def parameter_of(name: str, module: nn.Module) -> str:
@@ -121,7 +129,8 @@ def flat_experts(module: nn.Module) -> dict[str, tuple[int, ...]]:
 def experts_run(model: nn.Module) -> dict[int, int]:
     """id of a module with parameters of many experts -> how many of its experts a token passes; all, if not known.
 
-    A token passes all matrices of a layer of groups (ConvBERT's), and one of Moshi's, which is not among these.
+    A layer of groups (ConvBERT's) is there with all its matrices: a token passes all.  Moshi's layers, of whose
+    matrices a token passes one, are not there.
     """
     found, above = {}, {id(child): parent for parent in model.modules() for child in parent.children()}
     for parent in model.modules():
@@ -190,8 +199,7 @@ def _heads(model: nn.Module) -> set[int]:
     `proj_out`) only a layer with the name and the width is one.
     """
     found, repeated = set(), _repeated(model)
-    configs = {id(config): config for m in model.modules() if (config := getattr(m, "config", None)) is not None}
-    widths = {getattr(config, key, None) for config in configs.values() for key in ("vocab_size", "num_labels")}
+    widths = {told_by_config(module, key) for module in model.modules() for key in ("vocab_size", "num_labels")}
     unread = widths - {m.in_features for m in model.modules() if isinstance(m, nn.Linear)}
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear) and module.out_features in unread and not _in_adapter(name):
@@ -278,9 +286,7 @@ def _obstacle(module: nn.Module) -> str | None:
     if "weight" not in module._parameters:
         return "its weight is computed (weight_norm, pruning or a parametrization)"
     weight = module.weight
-    if type(weight) not in (nn.Parameter, torch.Tensor) and not isinstance(weight, nn.Parameter):
-        return f"its weight is a {type(weight).__name__}"
-    if isinstance(weight.data, torch.Tensor) and type(weight.data) is not torch.Tensor:
+    if type(weight.data) is not torch.Tensor:
         return f"its weight is a {type(weight.data).__name__}, quantised or sharded already"
     if weight.dtype not in FLOATS:
         return f"its weight is {weight.dtype}; FP8 casts take float32, bfloat16 or float16"

@@ -99,8 +99,8 @@ def convert(
         if not chosen:
             why = "; ".join(f"{d.name}: {d.reason}" for d in decisions[:8]) or "it has no linear layers"
             raise ConversionError(f"nothing to convert in {type(model).__name__}: {why}")
-        wheres = [(d.name, device_of(d.module, d.parameter), used) for d, used in chosen]
-        emulated = {name: why for name, where, used in wheres if (why := why_emulated(where, used))}
+        whys = {d.name: why_emulated(device_of(d.module, d.parameter), used) for d, used in chosen}
+        emulated = {name: why for name, why in whys.items() if why}
         if strict:
             _refuse(decisions, emulated)
         stored, trained = freeze.divide(model, chosen, frozen, strict)
@@ -198,9 +198,7 @@ def _refuse(decisions: list[Decision], emulated: dict[str, str]) -> None:
 
 def _swap(chosen: list[tuple[Decision, Recipe]]) -> tuple[list[Numerics], list[ScalingState]]:
     """Change the classes of the modules; returns the numerics of each, and the scaling states, one per device."""
-    wheres = [device_of(decision.module, decision.parameter) for decision, _ in chosen]
-    named = [(decision.name, recipe, where) for (decision, recipe), where in zip(chosen, wheres, strict=True)]
-    made, states = numerics_together(named)
+    made, states = numerics_together([(d.name, recipe, device_of(d.module, d.parameter)) for d, recipe in chosen])
     for (decision, recipe), numerics in zip(chosen, made, strict=True):
         module: Any = decision.module
         if decision.parameter != "weight":

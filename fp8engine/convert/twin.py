@@ -62,7 +62,8 @@ class StandIn(nn.Module):
     def __init__(self, layer: nn.Module, dtype: torch.dtype = torch.float64):
         super().__init__()
         plain: Any = adapted(layer)
-        self.out_features, self.in_features = self.nf, self.nx = _shape(plain)
+        shape_NK = plain.weight.shape[::-1] if hasattr(plain, "nf") else plain.weight.shape  # a Conv1D's is [K, N]
+        self.out_features, self.in_features = self.nf, self.nx = shape_NK
         self.read: list[torch.Tensor] = []
         self.wrote = torch.empty(0)
         for key, own in (("weight", plain.weight), ("bias", plain.bias)):
@@ -135,7 +136,8 @@ def codes_of(module: nn.Module) -> set[CodeType]:
     seen: dict[int, Any] = {}
     while todo:
         each = todo.pop()
-        if id(each) in seen:
+        # Of other objects an attribute may be an error: of a dict whose keys are attributes a KeyError.
+        if id(each) in seen or not (callable(each) or isinstance(each, CodeType | property | classmethod)):
             continue
         seen[id(each)] = each
         todo.append(getattr(each, {functools.partial: "func", property: "fget"}.get(type(each), "__wrapped__"), None))
@@ -160,12 +162,15 @@ def _writes(code: CodeType) -> bool:
 
 @functools.cache
 def dtypes_asked(code: CodeType) -> set[str]:
-    """Paths of the layers for whose weight's dtype the code asks: "mlp.wo" of `self.mlp.wo.weight.dtype`."""
-    found, chain = set(), []
+    """Paths of what the code asks for its dtype: "mlp.wo.weight" of `self.mlp.wo.weight.dtype`, "" of `self.dtype`."""
+    found, chain, of_self = set(), [], False
     for each in dis.get_instructions(code):
-        chain = [*chain, each.argval] if each.opname == "LOAD_ATTR" else []
-        if chain[-2:] == ["weight", "dtype"] and chain[:-2]:
-            found.add(".".join(chain[:-2]))
+        if each.opname != "LOAD_ATTR":
+            chain, of_self = [], each.argrepr.endswith("self")
+            continue
+        if each.argval == "dtype" and (chain or of_self):  # not of a tensor, `x.dtype`
+            found.add(".".join(chain))
+        chain = [*chain, each.argval]
     return found
 
 
@@ -210,12 +215,6 @@ def parts_of(module: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Module
 def adapted(module: nn.Module) -> nn.Module:
     """The layer under peft's adapter, or the layer itself."""
     return getattr(module, "base_layer", module)
-
-
-def _shape(layer: Any) -> tuple[int, int]:
-    """[N, K] of a linear layer; a Conv1D's weight is [K, N]."""
-    n, k = reversed(layer.weight.shape) if hasattr(layer, "nf") else layer.weight.shape
-    return n, k
 
 
 def plain_class(module: nn.Module) -> type[nn.Module]:

@@ -1,4 +1,4 @@
-"""Check that all ranks of a group found no problem and were given the same: an error on every rank, or on none."""
+"""Checks of what ranks were given: an error on every rank of a group, or on none; and a mesh of one dimension."""
 
 from __future__ import annotations
 
@@ -53,6 +53,14 @@ def agree(
                 f"{caller}: ranks differ in {len(different)} things; {key} is {first.get(key, 'missing')} on rank 0 "
                 f"of the group and {other.get(key, 'missing')} on rank {rank}: {remedy}"
             )
+
+
+def check_one_dimension(here: str, mesh: dist.DeviceMesh, one: str) -> None:
+    """Raise ParallelError for a mesh of several dimensions.  one: how a dimension is named instead."""
+    if mesh.ndim != 1:
+        raise ParallelError(
+            f"{here}: a mesh of {mesh.ndim} dimensions {mesh.mesh_dim_names or ''}: pass one of them, such as {one}"
+        )
 
 
 def layers_of(model: nn.Module) -> dict[str, object]:

@@ -198,12 +198,10 @@ def _metadata(folder: Path) -> Any:
 
 
 def _tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
-    from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_state_dict
+    from torch.distributed.checkpoint.state_dict import get_state_dict
 
-    if optimizer is None:
-        return {"model": get_model_state_dict(model)}
-    of_model, of_optimizer = get_state_dict(model, optimizer)
-    return {"model": of_model, "optimizer": of_optimizer}
+    of_model, of_optimizer = get_state_dict(model, () if optimizer is None else optimizer)
+    return {"model": of_model} | ({} if optimizer is None else {"optimizer": of_optimizer})
 
 
 def _copy(x: Any) -> Any:

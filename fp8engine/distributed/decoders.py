@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from fp8engine.convert.blocks import repeated_blocks
-from fp8engine.convert.select import linear_layers
+from fp8engine.convert.select import linear_layers, told_by_config
 from fp8engine.distributed.styles import Colwise, Rowwise
 from fp8engine.errors import ParallelError
 
@@ -156,8 +156,7 @@ def _stack(model: nn.Module) -> tuple[str, nn.Module]:
     """The name of the stack of the decoder's blocks, and the first of them.  Raises ParallelError."""
     here = "decoder_plan"
     known = f"the plans of {', '.join(KNOWN)} are known; for others write one by hand, docs/distributed.md"
-    configs = (getattr(module, "config", None) for module in model.modules())
-    kind = next((found for config in configs if (found := getattr(config, "model_type", None))), None)
+    kind = next((found for module in model.modules() if (found := told_by_config(module, "model_type"))), None)
     if kind is None:
         raise ParallelError(f"{here}: {type(model).__name__} is no model of transformers: {known}")
     names, blocks = {id(module): name for name, module in model.named_modules()}, repeated_blocks(model)

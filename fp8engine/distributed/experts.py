@@ -29,9 +29,9 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from fp8engine import _torch
 from fp8engine.autograd.numerics import Numerics
-from fp8engine.distributed.agree import agree
+from fp8engine.distributed.agree import agree, check_one_dimension
 from fp8engine.distributed.routes import Route, crossed
-from fp8engine.errors import ParallelError, UnknownName
+from fp8engine.errors import UnknownName
 from fp8engine.nn.experts import Float8Experts, matrices
 from fp8engine.nn.grouped import GroupedLinear
 from fp8engine.numerics.cast import Cast
@@ -76,11 +76,7 @@ class ExpertParallel(ParallelStyle):
         return f"ExpertParallel(fp8={self.fp8})"
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        if device_mesh.ndim != 1:
-            raise ParallelError(
-                f"ExpertParallel: the mesh has {device_mesh.ndim} dimensions {device_mesh.mesh_dim_names}; pass one of "
-                "them, such as mesh['ep']"
-            )
+        check_one_dimension("ExpertParallel", device_mesh, "mesh['ep']")
         layers = _layers(module)
         problem = _problem(module, layers, device_mesh.size())
         said: dict[str, object] = {"fp8": None if self.fp8 is None else sorted(self.fp8)}

@@ -13,7 +13,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 
 from fp8engine._torch import Model
 from fp8engine.convert.blocks import repeated_blocks
-from fp8engine.distributed.agree import agree, layers_of
+from fp8engine.distributed.agree import agree, check_one_dimension, layers_of
 from fp8engine.distributed.shard import COLUMNS
 from fp8engine.distributed.styles import _Style
 from fp8engine.errors import ParallelError, UnknownName
@@ -81,11 +81,7 @@ def _one_dimension(mesh: DeviceMesh, dim: str | None) -> DeviceMesh:
                 "it in init_device_mesh(..., mesh_dim_names=...)"
             )
         mesh = mesh[dim]
-    if mesh.ndim != 1:
-        raise ParallelError(
-            f"tensor_parallel: a mesh of {mesh.ndim} dimensions {names or ''}: pass one of them, mesh['tp'], or its "
-            "name as dim='tp'"
-        )
+    check_one_dimension("tensor_parallel", mesh, "mesh['tp'], or its name as dim='tp'")
     return mesh
 
 

@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fp8engine import _torch
 from fp8engine.convert.blocks import repeated_blocks
+from fp8engine.convert.select import told_by_config
 from fp8engine.convert.swap import convert
 from fp8engine.distributed.decoders import decoder_plan
 from fp8engine.distributed.fsdp import fsdp
@@ -201,7 +202,7 @@ def _parts(x: torch.Tensor) -> Iterator[torch.Tensor]:
 
 def _result(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
     """The floating-point tensor that a model makes of token ids."""
-    options = {"use_cache": False} if hasattr(getattr(model, "config", None), "use_cache") else {}
+    options = {} if told_by_config(model, "use_cache") is None else {"use_cache": False}
     try:
         with _one_text_in_each_row():
             found = model(ids, **options)

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from fp8engine.autograd.features import RANKS, STORED, SUMS
+from fp8engine.distributed.agree import check_one_dimension
 from fp8engine.distributed.shard import COLUMNS, ROWS, Sharding
 from fp8engine.errors import ParallelError
 from fp8engine.nn.linear import Float8Module, Linear
@@ -90,11 +91,7 @@ class _Style(ParallelStyle):
         return None
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        if device_mesh.ndim != 1:
-            raise ParallelError(
-                f"{type(self).__name__}: a mesh of {device_mesh.ndim} dimensions {device_mesh.mesh_dim_names}: pass "
-                "one of them, such as mesh['tp']"
-            )
+        check_one_dimension(type(self).__name__, device_mesh, "mesh['tp']")
         if found := self.problem(module, device_mesh.size()):
             raise ParallelError(found)
         layer: Any = module

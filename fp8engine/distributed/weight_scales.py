@@ -6,10 +6,11 @@
 A rank holds whole rows of a weight.  A group of rows that lies on two ranks, such as a 128 x 128 block, is joined as
 every other.  With the same s on every rank, the codes that ranks cast of their shards are those of the whole weight.
 
-    rows of the sample, their energies     a rank's own, zeros for the others': summed over ranks, which adds nothing
+    rows of the sample, their energies     each rank has its own rows, and zeros for all others: the sum over ranks
     amaxes of columns and of blocks        the largest of all ranks'
 
-So a gather keeps its format in a sampled step, and the numbers are bit for bit those of the whole weight.
+So a gather keeps its format in a sampled step.  Adding zeros changes no bit, so that the numbers are bit for bit those
+of the whole weight.
 """
 
 from __future__ import annotations

@@ -1,12 +1,15 @@
 """Models that users bring as they are: parts in TorchScript, layers without a weight yet, lists of layers with None in
 them, inputs without a dimension, towers that no batch has called."""
 
+from typing import Any
+
 import pytest
 import torch
 from support import converted
 from torch import nn
 
 import fp8engine as fe
+from fp8engine.convert.select import decide
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
@@ -95,6 +98,23 @@ def test_a_tower_that_no_batch_has_called_has_no_share_of_the_flops():
     assert fe.inspect(model).totals["fp8_flops_share"] == pytest.approx(
         (8 * text + 4 * tower) / (8 * text + 4 * tower + 4 * read)
     )
+
+
+class Keys(dict):
+    """As many a config: its keys are attributes, and to ask for another attribute is a KeyError."""
+
+    __getattr__ = dict.__getitem__
+
+
+def test_a_config_whose_keys_are_attributes():
+    model: Any = TwoTowers()
+    model.config = Keys(num_labels=32)
+    with pytest.raises(fe.errors.ParallelError, match="TwoTowers is no model of transformers"):
+        fe.distributed.decoder_plan(model)
+    converted(model, "current")(torch.randn(4, 16)).sum().backward()
+    model.text = nn.Linear(16, 40)
+    model.config = Keys(vocab_size=40)
+    assert {d.name for d in decide(model, "current") if d.reason.startswith("output head")} == {"text"}
 
 
 class KimiLinearRMSNorm(nn.RMSNorm):

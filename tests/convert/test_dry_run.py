@@ -62,17 +62,55 @@ class Turns(nn.Module):
         return self.last(F.linear(x, self.first.weight))
 
 
+class Keys(dict):
+    """As many a config: its keys are attributes, and to ask for another attribute is a KeyError."""
+
+    __getattr__ = dict.__getitem__
+
+
 class AsksInside(nn.Module):
     """Casts two inputs to the dtype of a layer that another module holds: no dry run comes to its end."""
 
     def __init__(self):
         super().__init__()
+        self.keys = Keys(scale=2.0)
         self.inside: Any = nn.ModuleDict({"proj": nn.Linear(16, 16), "other": nn.Linear(16, 16)})
         self.own = nn.Linear(16, 16)
 
     def forward(self, x, y):
         dtype = self.inside.proj.weight.dtype
-        return self.own(self.inside.proj(x.to(dtype)) + y.to(dtype).norm().item())
+        return self.own(self.inside.proj(x.to(dtype)) + self.keys.scale * y.to(dtype).norm().item())
+
+
+class Typed(nn.Module):
+    """Has a `dtype` as transformers' models have one, that of its first parameter, and casts two inputs to it."""
+
+    def __init__(self, **parts: nn.Module):
+        super().__init__()
+        self.parts, self.first, self.second = nn.ModuleDict(parts), nn.Linear(16, 16), nn.Linear(16, 16)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return next(parameter.dtype for parameter in self.parameters())
+
+    def forward(self, x, y):
+        return self.first(x.to(self.dtype)) + y.to(self.dtype).norm().item()
+
+
+class AsksPart(Typed):
+    """Casts to the `dtype` of a part; its inputs have one too, which no layer has to keep."""
+
+    def forward(self, x, y):
+        return self.first(x.to(self.parts.inside.dtype)) + y.to(x.dtype).norm().item()
+
+
+def test_the_dtype_of_a_model_is_that_of_its_first_layer():
+    """Granite Speech casts to its own, Nemotron 3.5 Transcribe to that of a part."""
+    own, part = Typed(), Typed(norm=nn.LayerNorm(16))
+    assert asked_for_dtype(own).keys() == {id(own.first)}
+    assert not asked_for_dtype(part), "its first parameter is of a norm"
+    model: Any = AsksPart(inside=AsksPart(), other=AsksPart())
+    assert asked_for_dtype(model).keys() == {id(model.parts.inside.first)}
 
 
 def test_code_of_two_inputs_that_asks_for_a_dtype_is_read():
@@ -139,6 +177,8 @@ T5 = {"vocab_size": 64, "d_model": 32, "d_ff": 64, "d_kv": 16, "num_layers": 2, 
         ("T5", T5, set(), {"wo"}),
         ("MT5", T5, set(), {"wo"}),
         ("Siglip2", TOWERS, {"out_proj"}, {"patch_embedding"}),
+        ("Nemotron3_5TranscribeAudio", {}, set(), {"projection"}),
+        ("GraniteSpeech", {}, set(), {"input_linear"}),
         ("Llama", {**SIZE, "num_attention_heads": 2}, set(), set()),
     ],
 )
