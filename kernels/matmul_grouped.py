@@ -20,7 +20,6 @@ Twin: fp8engine/ops/reference/grouped.py.
 """
 
 import math
-from typing import NamedTuple
 
 import torch
 import triton
@@ -34,17 +33,6 @@ from fp8engine.kernels.tile import load_tile, place_of, store_tile
 from fp8engine.kernels.tuning import Config, capability, pick, plain, programs
 
 CLEARED = 16  # rows that a program clears at a time, of those that belong to no expert
-
-
-class Result(NamedTuple):
-    """What a launch stores: its dtype, and a bias [E, N] or None (as `launch.parts` reads an epilogue)."""
-
-    out: torch.dtype
-    bias_EN: torch.Tensor | None = None
-    activation: str = "none"
-    amax: None = None
-    counts: None = None
-    into: None = None
 
 
 @triton.jit
@@ -151,39 +139,38 @@ def _grouped_sums_kernel(
         )  # fmt: skip
 
 
-def grouped_rows(
-    a, b, bounds_2E1, result: Result, promoted: bool = False, config: Config | None = None
-) -> torch.Tensor:
+def grouped_rows(a, b, bounds_2E1, epilogue, promoted: bool = False, config: Config | None = None) -> torch.Tensor:
     """y [T, N] of rows a.data [T, K] and a stack of experts' matrices b.data [E * N, K], both contiguous along K.
 
     Scales FP32: (); a [T, 1] and b [E * N, 1]; or along K, a [T, G] or [128 * blocks / rows, G], where groups span
     rows of an expert, and b [E * (ceil(N / 128) * 128 / rows), G].
+    epilogue: out, and as bias_N a bias [E, N]; nothing else of the twin's Epilogue.
     """
     (t, k), experts = a.data.shape, experts_of(bounds_2E1)
     n = b.data.shape[0] // experts
-    y_TN = torch.empty(t, n, dtype=result.out, device=a.data.device)
+    y_TN = torch.empty(t, n, dtype=epilogue.out, device=a.data.device)
     if t == 0 or n == 0:
         return y_TN
     blocks = most_blocks(t, experts)
     sums, config = _how(a, b, promoted, config, (blocks * BLOCK, n))
     tiles = blocks * (BLOCK // config.block_m) * math.ceil(n / config.block_n)
     _grouped_rows_kernel[_grid(tiles, a.data.device, sums, config)](
-        *_readers(a, b, config), a.scale, b.scale, result.bias_EN, bounds_2E1,  # inputs
+        *_readers(a, b, config), a.scale, b.scale, epilogue.bias_N, bounds_2E1,  # inputs
         y_TN,  # output
         t, n, k, experts, a.data.stride(0), b.data.stride(0), *_scale_strides(a, b, sums),  # sizes
-        WIDTH=width(experts), CLEAR=CLEARED, **_constants(a, b, result, config, sums, y_TN),  # constants
+        WIDTH=width(experts), CLEAR=CLEARED, **_constants(a, b, epilogue, config, sums, y_TN),  # constants
     )  # fmt: skip
     return y_TN
 
 
-def grouped_sums(a, b, bounds_2E1, result: Result, promoted: bool = True, config: Config | None = None) -> torch.Tensor:
+def grouped_sums(a, b, bounds_2E1, epilogue, promoted: bool = True, config: Config | None = None) -> torch.Tensor:
     """y [E, M, N] of a.data [M, 128 * blocks] and b.data [N, 128 * blocks], laid out in blocks (expert_rows.py).
 
     Scales FP32: (); a [E, M] and b [E, N], of which a `rows` of 1 says so; or along the sums, [M / rows, G] and
-    [N / rows, G], a group for each `cols` of the columns.
+    [N / rows, G], a group for each `cols` of the columns.  epilogue: out; nothing else of the twin's Epilogue.
     """
     (m, t), n, experts = a.data.shape, b.data.shape[0], experts_of(bounds_2E1)
-    y_EMN = torch.empty(experts, m, n, dtype=result.out, device=a.data.device)
+    y_EMN = torch.empty(experts, m, n, dtype=epilogue.out, device=a.data.device)
     if m == 0 or n == 0:
         return y_EMN
     sums, config = _how(a, b, promoted, config, (m * experts, n))
@@ -192,7 +179,7 @@ def grouped_sums(a, b, bounds_2E1, result: Result, promoted: bool = True, config
         *_readers(a, b, config), a.scale, b.scale, bounds_2E1,  # inputs
         y_EMN,  # output
         m, n, t, experts, a.data.stride(0), b.data.stride(0), *_scale_strides(a, b, sums),  # sizes
-        **_constants(a, b, result, config, sums, y_EMN.flatten(0, 1)),  # constants
+        **_constants(a, b, epilogue, config, sums, y_EMN.flatten(0, 1)),  # constants
     )  # fmt: skip
     return y_EMN
 
@@ -226,11 +213,11 @@ def _scale_strides(a, b, sums: str) -> tuple[int, ...]:
     return (*a.scale.stride(), *b.scale.stride()) if sums == "scaled" else (0, 0, 0, 0)
 
 
-def _constants(a, b, result: Result, config: Config, sums: str, y_MN: torch.Tensor) -> dict:
+def _constants(a, b, epilogue, config: Config, sums: str, y_MN: torch.Tensor) -> dict:
     """Constants and options of both kernels.  y is written by pointers, whose masks end with an expert."""
     return {
         "BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "BLOCK_K": config.block_k, "GROUP_M": config.group_m,
-        "LOAD": _load(config), "PARTS": parts(config._replace(descriptors=False), result, y_MN), "SUMS": sums,
-        "ROWS_A": a.rows, "ROWS_B": b.rows, "OUT": triton_dtype(result.out),
+        "LOAD": _load(config), "PARTS": parts(config._replace(descriptors=False), epilogue, y_MN), "SUMS": sums,
+        "ROWS_A": a.rows, "ROWS_B": b.rows, "OUT": triton_dtype(epilogue.out),
         "num_warps": config.warps, "num_stages": stages(config, y_MN),
     }  # fmt: skip

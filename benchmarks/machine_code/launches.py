@@ -20,7 +20,7 @@ from benchmarks.machine_code import attention
 from fp8engine.kernels.act_quantize import act_quantize, act_quantize_backward
 from fp8engine.kernels.cast_transpose import cast_transpose
 from fp8engine.kernels.matmul import matmul_fp8, matmul_fp16
-from fp8engine.kernels.matmul_grouped import Result, grouped_rows, grouped_sums
+from fp8engine.kernels.matmul_grouped import grouped_rows, grouped_sums
 from fp8engine.kernels.norm_quantize import norm_quantize, norm_quantize_backward
 from fp8engine.kernels.quantize import quantize, quantize_given
 from fp8engine.kernels.quantize_experts import expert_sums, quantize_experts, transpose_experts
@@ -150,11 +150,11 @@ def _grouped() -> Iterator[Case]:
 
 def _grouped_under(config: Config, operation: str, arch: str, n: int, k: int) -> Iterator[Case]:
     a, b, of_x, of_dy = _experts(operation == "matmul_block", n, k)
-    given = _bounds(), Result(torch.bfloat16, _meta(EXPERTS, n, dtype=BF16)), operation != "matmul_fp8", config
+    given = _bounds(), Epilogue(_meta(EXPERTS, n, dtype=BF16)), operation != "matmul_fp8", config
     name, architecture = f"{operation} {arch} {config}{'' if n == SIZE else ' odd N'}", int(arch.removeprefix("sm_"))
     yield Case(f"grouped rows {name}", architecture, config, True, partial(grouped_rows, a, b, *given))
     if k == SIZE:
-        given = _bounds(), Result(torch.float32), *given[2:]
+        given = _bounds(), Epilogue(None, torch.float32), *given[2:]
         yield Case(f"grouped sums {name}", architecture, config, True, partial(grouped_sums, of_dy, of_x, *given))
 
 

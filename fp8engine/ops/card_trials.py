@@ -37,9 +37,8 @@ BUDGET = 2.0  # seconds of timed launches, for a model
 PAUSE = 10.0  # seconds that a step may wait: a kernel takes about half of one to compile, on a quiet core
 CONFIGURATIONS = 3  # of ours, for each shape
 REPEATS = 5
-HEAD_START = (
-    1_000_000  # cycles that the card spins for before a timed launch: 0.5 ms at the 1.98 GHz of an H100 or H200
-)
+# Cycles that the card spins for before a timed launch: 0.5 ms at the 1.98 GHz of an H100 or H200.
+HEAD_START = 1_000_000
 WAIT = timedelta(seconds=30)  # for rank 0's choices: a step has brought the ranks together, and PAUSE is shorter
 STORE_KEY = "fp8engine/choices"
 DIFFERENT = 0.02  # relative difference from cuBLASLt's result that no order of sums explains (bench/gemm.py: 2.7e-3)

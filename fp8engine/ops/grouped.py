@@ -22,7 +22,7 @@ from fp8engine.numerics.cast import Cast
 from fp8engine.ops import casts, device, matmul, reference, scaled_grouped, triton_backend
 from fp8engine.ops.backends import asked
 from fp8engine.ops.library import OPERATORS, direct, operation
-from fp8engine.ops.reference import Operand, Slot, operand
+from fp8engine.ops.reference import Epilogue, Operand, Slot, operand
 from fp8engine.ops.reference import grouped as twin
 
 CAPABILITY_16_BITS = (8, 0)  # cards on which torch's grouped matmul of BF16 is one launch
@@ -151,7 +151,7 @@ def _rows(a, b, bias_EN, bounds_2E1, out, *way):
         return _by_torch(a, b, bounds_2E1[0, 1:], bias_EN, precision == "fast", bool(transposed)).to(out)
     if name == "triton":
         b = _along_k(b, experts) if transposed else b
-        return triton_backend.grouped("grouped_rows", a, b, bounds_2E1, (out, bias_EN), precision == "fast")
+        return triton_backend.grouped("grouped_rows", a, b, bounds_2E1, Epilogue(bias_EN, out), precision == "fast")
     return twin.grouped_rows(a, b, bounds_2E1, bias_EN, out, _each(precision, bool(transposed)))
 
 
@@ -164,7 +164,7 @@ def _rows(a, b, bias_EN, bounds_2E1, out, *way):
 )
 def _sums(a, b, bounds_2E1, out, precision, blocks):
     if blocks and _kernels_take(a, b):
-        return triton_backend.grouped("grouped_sums", a, b, bounds_2E1, (out,), precision == "fast")
+        return triton_backend.grouped("grouped_sums", a, b, bounds_2E1, Epilogue(None, out), precision == "fast")
     return twin.grouped_sums(a, b, bounds_2E1, out, bool(blocks), _each(precision))
 
 

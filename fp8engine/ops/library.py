@@ -225,11 +225,9 @@ def _define_recorded(schema: str, implementation: Callable, fake: Callable) -> N
     """
     name, rest = schema.split("(", 1)
     inputs, returns = rest.split(") -> (")
-    most = inputs.count(",") + 6
 
     def write(*arguments):
-        *given, count = arguments[:most]
-        once = arguments[most:] != (False,)  # torch leaves out a last argument that is the default
+        *given, count, once = arguments
         recompute = once and in_backward()
         return implementation(*given, count and not recompute)
 
@@ -253,7 +251,7 @@ def _define_recorded(schema: str, implementation: Callable, fake: Callable) -> N
         return tuple(found)
 
     slot = f"{inputs}, {TABLES}, int index, {FLAGS}"
-    define(f"{name}_slot({slot}, bool once=True) -> ({returns}", write, fake, effect=True)
+    define(f"{name}_slot({slot}, bool once) -> ({returns}", write, fake, effect=True)
     define(
         f"{name}_column({inputs}, {TABLES}, {FLAGS}) -> ({returns.removesuffix(')')}, Tensor, Tensor)",
         in_column,

@@ -99,8 +99,11 @@ def why_chosen(
     if found is not None:
         return str(found)
     if ratio:
-        added = ", which would add the bias by a pass of its own" if backend == "triton" and ratio < 1.0 else ""
-        return f"kernels/tuning.json: our kernel runs {ratio:.2f} times as fast as torch's{added}"
+        told, slower = f"kernels/tuning.json: our kernel runs {ratio:.2f} times as fast as torch's", ratio < 1.0
+        if backend == "triton" and slower:
+            bias = "would add the bias by a pass of its own"
+            told += f", which {bias if scaled_mm.no_blocks(where) is None else 'has no such blocks'}"
+        return told
     newer = triton_backend.on_blackwell(where)
     return newer.get("block" in kind, "our kernels were not measured on this card for this shape")
 

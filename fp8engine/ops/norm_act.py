@@ -162,7 +162,13 @@ def _cast(y_MK: torch.Tensor, cast: Cast, to: Store) -> tuple[Operand | None, Op
 
 def _check(operation: str, to: Store, x: torch.Tensor, **others: torch.Tensor | None) -> None:
     """Raise for tensors or a `to` that neither a norm nor an activation takes."""
-    _check_dtypes(operation, {"x": x, **others})
+    eager = not torch.compiler.is_compiling()  # Dynamo refuses a layout within a backward, and traces dense tensors
+    for what, value in {"x": x, **others}.items():
+        if value is not None and (value.dtype not in FLOATS or (eager and value.layout != torch.strided)):
+            raise UnsupportedDtype(
+                f"{operation}: {what} is {value.dtype}, {value.layout}; it takes dense float32, bfloat16 or float16: "
+                "convert it first"
+            )
     if x.dim() != 2:
         raise ShapeError(f"{operation}: x is {list(x.shape)}; want a matrix [M, K]: flatten its leading dimensions")
     if to.cast is None and to.transposed:
@@ -171,16 +177,6 @@ def _check(operation: str, to: Store, x: torch.Tensor, **others: torch.Tensor | 
         )
     tables = {} if to.slot is None else {"slot": to.slot.live_2S, "counters_of_the_slot": to.slot.counts_CS}
     device.check_one(operation, x, **others, **tables)
-
-
-def _check_dtypes(operation: str, given: dict[str, torch.Tensor | None]) -> None:
-    eager = not torch.compiler.is_compiling()  # Dynamo refuses a layout within a backward, and traces dense tensors
-    for what, value in given.items():
-        if value is not None and (value.dtype not in FLOATS or (eager and value.layout != torch.strided)):
-            raise UnsupportedDtype(
-                f"{operation}: {what} is {value.dtype}, {value.layout}; it takes dense float32, bfloat16 or float16: "
-                "convert it first"
-            )
 
 
 def _check_norm(operation: str, norm: Norm, x_MK: torch.Tensor, weight_K, bias_K) -> None:

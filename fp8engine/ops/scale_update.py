@@ -14,29 +14,26 @@ INPUT, WEIGHT, GRAD_OUTPUT = range(len(ROLES))
 
 
 @operation(
-    "scale_update(Tensor history, Tensor live, Tensor rules, str ranks='', Tensor? saved=None, Tensor? counts=None, "
-    "Tensor? entered=None, int operands=0, bool waits=False) -> ()",
+    "scale_update(Tensor history, Tensor live, Tensor rules, str ranks, Tensor saved, Tensor counts, Tensor entered, "
+    "int operands, bool waits) -> ()",
     lambda *arguments: None,
     effect=True,
 )
-def scale_update(history_HS, live_2S, rules_3S, group="", saved_1=None, *begins: Any) -> None:
+def scale_update(history_HS, live_2S, rules_3S, group: str, saved_1: torch.Tensor, *begins: Any) -> None:
     """Enter a step's amaxes into the windows and predict the next scales: one call for a whole model.
 
-    saved_1: where given, the amaxes of several ranks are joined first, as ranks.py says.
-    group: name of the process group that is joined; "" for DistributedDataParallel's, inside of one.
+    group: name of the process group over which amaxes are joined first, as ranks.py says; "" for
+    DistributedDataParallel's, inside of one.  saved_1: of ranks.py.
     begins: counts_CS, of casts; entered_1, how many gradients were cast when this was done last, -1 where that is not
     known; how many columns are of operands, in the order of ROLES; whether nothing is done unless a gradient was cast
     since, because a forward that comes before the backward of another is of the same step.
     """
     if in_backward():  # a checkpoint around the graph runs all of it again
         return
-    if not begins:
-        _update(history_HS, live_2S, rules_3S, group, saved_1)
-        return
-    counts_CS, entered_1, operands, *waits = begins
+    counts_CS, entered_1, operands, waits = begins
     gradients = slice(GRAD_OUTPUT, operands, len(ROLES))
     cast, before = counts_CS[0, gradients].sum(), []
-    if waits == [True]:  # torch leaves out a last argument that is the default
+    if waits:
         came = torch.where(entered_1 < 0, (live_2S[0, gradients] >= 0).any(), cast != entered_1)
         if came.device.type != "cpu":  # which the host does not wait for
             before = [(table, table.clone(), came) for table in (history_HS, live_2S)]
@@ -44,19 +41,14 @@ def scale_update(history_HS, live_2S, rules_3S, group="", saved_1=None, *begins:
             entered_1.fill_(cast)
             return
     entered_1.fill_(cast)
-    _enter_kept_weights(history_HS, live_2S[0, :operands])
-    _update(history_HS, live_2S, rules_3S, group, saved_1)
+    if len(history_HS):
+        _enter_kept_weights(history_HS, live_2S[0, :operands])
+        ranks.join(live_2S[0], group, saved_1)
+        casts.twin(history_HS.device).scale_update(history_HS, live_2S, rules_3S)
+    else:
+        live_2S[0].fill_(-1.0)
     for table, values, came in before:
         table.copy_(torch.where(came, table, values))
-
-
-def _update(history_HS, live_2S, rules_3S, group: str, saved_1: torch.Tensor | None) -> None:
-    if not len(history_HS):
-        live_2S[0].fill_(-1.0)
-        return
-    if saved_1 is not None:
-        ranks.join(live_2S[0], group, saved_1)
-    casts.twin(history_HS.device).scale_update(history_HS, live_2S, rules_3S)
 
 
 def _enter_kept_weights(history_HS: torch.Tensor, amax_S: torch.Tensor) -> None:
@@ -64,8 +56,6 @@ def _enter_kept_weights(history_HS: torch.Tensor, amax_S: torch.Tensor) -> None:
 
     A run that is resumed has no copies, and casts: it enters the same.
     """
-    if not len(history_HS):
-        return
     weights = slice(WEIGHT, len(amax_S), len(ROLES))
     ran, amax, before = amax_S[INPUT :: len(ROLES)], amax_S[weights], history_HS[0, : len(amax_S)][weights]
     amax.copy_(torch.where((ran >= 0) & (amax < 0) & (before > 0), before, amax))

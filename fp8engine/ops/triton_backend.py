@@ -10,7 +10,6 @@ FP8 Tensor Cores read both operands contiguous along K; one that is not is copie
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import importlib
 import importlib.util
@@ -122,9 +121,8 @@ def matmul(a: Operand, b: Operand, epilogue: Epilogue, fast: bool = False, confi
     if reason := unsupported(a, b):
         raise BackendError(f"backend 'triton' cannot multiply these: {reason}; use fe.backend('reference')")
     a, b = _suited(a, b)
-    with _on(a.data.device):
-        found = config and _configured(config, a, b)
-        return _kernel("matmul", "matmul_fp8")(a, b, epilogue, not fast, found, environment.gluon())
+    config = config and _configured(config, a, b)
+    return _launch(a.data, ("matmul", "matmul_fp8"), a, b, epilogue, not fast, config, environment.gluon())
 
 
 def _configured(config, a: Operand, b: Operand):
@@ -140,8 +138,7 @@ def matmul_fp16(a_MK: torch.Tensor, b_NK: torch.Tensor, epilogue: Epilogue) -> t
         reason = f"{a_MK.dtype} by {b_NK.dtype}; want both float16 or both bfloat16"
     if reason:
         raise BackendError(f"backend 'triton' cannot multiply these: {reason}; use fe.backend('reference')")
-    with _on(a_MK.device):
-        return _kernel("matmul", "matmul_fp16")(_addressable(a_MK), _addressable(b_NK), epilogue)
+    return _launch(a_MK, ("matmul", "matmul_fp16"), _addressable(a_MK), _addressable(b_NK), epilogue)
 
 
 def castable(x_MK: torch.Tensor, cast: Cast) -> bool:
@@ -157,16 +154,11 @@ def casts_groups(cast: Cast) -> bool:
 
 
 def _launched(*kernel: str, copies: bool = False) -> Callable[..., Any]:
-    """A launcher of kernels/ as the twin of a function of reference/: on the card of its first tensor.
+    """A launcher of kernels/ as the twin of a function of reference/, on the card of its first tensor.
 
     copies: of the first tensor, where its strides are too large (`_addressable`).
     """
-
-    def launch(x: torch.Tensor, *rest):
-        with _on(x.device):
-            return _kernel(*kernel)(_addressable(x) if copies else x, *rest)
-
-    return launch
+    return lambda x, *rest: _launch(x, kernel, _addressable(x) if copies else x, *rest)
 
 
 # Signatures are those of the twins, results plain tuples: (codes, scale) for an Operand; codes of a norm or an
@@ -190,15 +182,13 @@ def norm_unsupported(shape: Sequence[int]) -> str | None:
     return _kernel("norm_quantize", "unsupported")(shape)
 
 
-def grouped(launcher: str, a: Operand, b: Operand, bounds_2E1, result: tuple, fast: bool) -> torch.Tensor:
+def grouped(launcher: str, a: Operand, b: Operand, bounds_2E1, epilogue: Epilogue, fast: bool) -> torch.Tensor:
     """`grouped_rows` or `grouped_sums` of kernels/matmul_grouped.py, for operands that `unsupported` takes.
 
-    result: its dtype, and the bias [E, N] of rows.
+    epilogue: the result's dtype, and a bias [E, N] of rows.
     """
     a, b = _suited(a, b)
-    with _on(a.data.device):
-        result = _kernel("matmul_grouped", "Result")(*result)
-        return _kernel("matmul_grouped", launcher)(a, b, bounds_2E1, result, not fast)
+    return _launch(a.data, ("matmul_grouped", launcher), a, b, bounds_2E1, epilogue, not fast)
 
 
 def _suited(a: Operand, b: Operand) -> tuple[Operand, Operand]:
@@ -212,32 +202,29 @@ def _suited(a: Operand, b: Operand) -> tuple[Operand, Operand]:
 
 def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, form: Form) -> torch.Tensor:
     """The twin of reference.attention."""
-    shape = q.shape[2], k.shape[2], q.shape[3]
-    with _on(q.device):
-        cast = [_attention_cast(x, form.rotated) for x in (q, k)]
-        cast.append(_attention_cast(v, False, transposed=True))
-        return _kernel("attention")(*cast, form, factor_of(form, q.shape[3]), shape, q.dtype)
+    (_, _, t, d), s = q.shape, k.shape[2]
+    cast = [_attention_cast(x, form.rotated) for x in (q, k)]
+    cast.append(_attention_cast(v, False, transposed=True))
+    return _launch(q, ("attention",), *cast, form, factor_of(form, d), (t, s, d), q.dtype)
 
 
 def attention_backward(do: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, form: Form) -> tuple:
     """The twin of reference.attention_backward, as a tuple."""
     do, q, k = (_in_rows(x) for x in (do, q, k))
-    with _on(q.device):
-        cast = (_attention_cast(x, form.rotated) for x in (do, v))
-        return _kernel("attention_backward")(do, q, k, *cast, form, form.scale * LOG2_E)
+    cast = (_attention_cast(x, form.rotated) for x in (do, v))
+    return _launch(q, ("attention_backward",), do, q, k, *cast, form, form.scale * LOG2_E)
 
 
 def _attention_cast(x: torch.Tensor, rotated: bool, transposed: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
     width = width_of(x.shape[3])
     half = x.dtype if x.dtype.itemsize == 2 else torch.bfloat16
     rotation = rotation_of(width, half, x.device) if rotated else None
-    return _kernel("attention_cast")(_in_rows(x), rotation, width, transposed)
+    return _launch(x, ("attention_cast",), _in_rows(x), rotation, width, transposed)
 
 
 def _in_rows(x: torch.Tensor) -> torch.Tensor:
     """x [B, H, T, D] with its columns together, and rows near enough for 32-bit offsets inside a tile."""
-    launch = importlib.import_module("fp8engine.kernels.launch")
-    return x if x.stride(3) == 1 and x.stride(2) < launch.MOST_STRIDE else x.contiguous()
+    return x if x.stride(3) == 1 and x.stride(2) < _kernel("launch", "MOST_STRIDE") else x.contiguous()
 
 
 @functools.lru_cache(maxsize=4096)
@@ -258,10 +245,23 @@ def measured(operation: str, capability: tuple[int, int], m: int, n: int) -> flo
         return 0.0
 
 
+def _launch(first: torch.Tensor, kernel: Sequence[str], *given: Any) -> Any:
+    """Call a launcher (file of kernels/, name; one word where they are the same) on the card of `first`.
+
+    Triton launches on torch's current card.
+    """
+    where, launcher = first.device, _kernel(*kernel)
+    if where.type != "cuda" or where.index == torch.cuda.current_device():
+        return launcher(*given)
+    with torch.cuda.device(where):
+        return launcher(*given)
+
+
 @functools.cache
-def _kernel(module: str, launcher: str | None = None):
+def _kernel(module: str, name: str | None = None) -> Any:
+    """Of a file of kernels/, its launcher or another name."""
     require()
-    return getattr(importlib.import_module(f"fp8engine.kernels.{module}"), launcher or module)
+    return getattr(importlib.import_module(f"fp8engine.kernels.{module}"), name or module)
 
 
 def _along_k(codes: torch.Tensor) -> torch.Tensor:
@@ -273,12 +273,11 @@ def _along_k(codes: torch.Tensor) -> torch.Tensor:
 
 def _addressable(x: torch.Tensor) -> torch.Tensor:
     """x, or a contiguous copy where its strides are too large for a kernel's 32-bit offsets inside a tile."""
-    launch = importlib.import_module("fp8engine.kernels.launch")
-    x = x if launch.addressable(x) else x.contiguous()
-    if not launch.addressable(x):
-        raise BackendError(
-            f"backend 'triton' takes rows of fewer than {launch.MOST_STRIDE} elements, got {list(x.shape)}"
-        )
+    addressable = _kernel("launch", "addressable")
+    x = x if addressable(x) else x.contiguous()
+    if not addressable(x):
+        most = _kernel("launch", "MOST_STRIDE")
+        raise BackendError(f"backend 'triton' takes rows of fewer than {most} elements, got {list(x.shape)}")
     return x
 
 
@@ -288,10 +287,3 @@ def in_groups(operand: Operand, size: int) -> Operand:
         return operand._replace(rows=operand.data.shape[0] if operand.rows == -1 else operand.rows)
     m, k = operand.data.shape
     return operand._replace(scale=operand.scale.expand(m, max(-(-k // size), 1)), rows=1, cols=size)
-
-
-def _on(where: torch.device):
-    """Triton launches on torch's current card: the operands' own has to be it."""
-    if where.type != "cuda" or where.index == torch.cuda.current_device():
-        return contextlib.nullcontext()
-    return torch.cuda.device(where)

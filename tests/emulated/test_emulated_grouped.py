@@ -19,11 +19,11 @@ from support import sqnr
 import fp8engine as fe
 from benchmarks.checks.operands import differs
 from fp8engine.kernels import quantize_experts
-from fp8engine.kernels.matmul_grouped import Result, grouped_rows, grouped_sums
+from fp8engine.kernels.matmul_grouped import grouped_rows, grouped_sums
 from fp8engine.kernels.tuning import Config, table
 from fp8engine.nn.grouped import GroupedLinear
 from fp8engine.ops import triton_backend
-from fp8engine.ops.reference import Operand, Slot
+from fp8engine.ops.reference import Epilogue, Operand, Slot
 from fp8engine.ops.reference import grouped as twin
 from fp8engine.ops.reference.operand import COUNTERS
 
@@ -106,7 +106,7 @@ def check_rows(kind: str, sizes: list[int], n: int, k: int, promoted: bool, conf
         a.data[-beyond:] = float("nan")
     bias = torch.randint(-3, 4, (len(sizes), n)).bfloat16()
     for out, bias_EN in ((torch.float32, None), (torch.bfloat16, bias)):
-        found = grouped_rows(a, b, bounds, Result(out, bias_EN), promoted, config)
+        found = grouped_rows(a, b, bounds, Epilogue(bias_EN, out), promoted, config)
         assert differs(found, twin.grouped_rows(a, b, bounds, bias_EN, torch.float32).to(out)) is None
 
 
@@ -115,7 +115,7 @@ def check_sums(kind: str, sizes: list[int], m: int, n: int, promoted: bool, conf
     a, b = transposed(kind, sizes, bounds, m), transposed(kind, sizes, bounds, n)
     for x in (a, b):  # blocks that are not there
         x.data[:, 128 * int(bounds[1, -1]) :] = float("nan")
-    found = grouped_sums(a, b, bounds, Result(torch.float32), promoted, config)
+    found = grouped_sums(a, b, bounds, Epilogue(None, torch.float32), promoted, config)
     assert differs(found, twin.grouped_sums(a, b, bounds)) is None
     for e, size in enumerate(sizes):
         assert size or not found[e].any()
@@ -162,7 +162,7 @@ def test_what_is_not_finite_stays_with_its_expert(bad: float, card):
     a, b = operand("row", sum(sizes), 48), stack("row", len(sizes), 24, 48)
     a = a._replace(data=a.data.float().to(E5M2))
     a.data[31, 7], b.data[24 + 3, 5] = bad, float("nan")  # both of the second expert
-    found = grouped_rows(a, b, bounds, Result(torch.float32))
+    found = grouped_rows(a, b, bounds, Epilogue(None, torch.float32))
     assert differs(found[:30], twin.grouped_rows(a, b, bounds, out=torch.float32)[:30]) is None
     assert found[33:].isfinite().all()
     assert not found[31].isfinite().any()
@@ -171,7 +171,7 @@ def test_what_is_not_finite_stays_with_its_expert(bad: float, card):
     how = cast_of(E4M3, -1, 1, True)
     q, scale = quantize_experts.quantize_experts(x, how, bounds, None, True)
     a = Operand(q, scale, 1, -1, True)
-    dw = grouped_sums(a, a, bounds, Result(torch.float32))
+    dw = grouped_sums(a, a, bounds, Epilogue(None, torch.float32))
     assert dw[[0, 2, 3]].isfinite().all()
     assert dw[1].isnan().any()
 

@@ -15,7 +15,7 @@ from mmaemu.api import accumulate
 
 from fp8engine.kernels.matmul import matmul_fp8
 from fp8engine.kernels.matmul_gluon import matmul_gluon
-from fp8engine.kernels.matmul_grouped import Result, grouped_rows
+from fp8engine.kernels.matmul_grouped import grouped_rows
 from fp8engine.kernels.tuning import Config
 from fp8engine.numerics.formats import E4M3, E5M2, Format
 from fp8engine.ops.reference import Epilogue, Operand
@@ -34,7 +34,7 @@ KERNELS = {
     "fast": lambda a, b, end: matmul_fp8(a, b, end, False, PLAIN),
     "promoted": lambda a, b, end: matmul_fp8(a, b, end, True, PLAIN),
     "promoted, of an expert": lambda a, b, end: grouped_rows(
-        a, b, bounds_of(torch.tensor([SIZES[0]])), Result(end.out), True, PLAIN
+        a, b, bounds_of(torch.tensor([SIZES[0]])), Epilogue(None, end.out), True, PLAIN
     ),
     "promoted in Gluon": lambda a, b, end: matmul_gluon(a, b, end, GLUON),
 }

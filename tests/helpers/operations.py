@@ -140,7 +140,8 @@ def _tables(given: Given, form: int, way: bool) -> tuple:
     slots = given.k
     live = torch.stack([torch.rand(slots) - 0.3, torch.rand(slots)])
     rules = torch.stack([torch.full((slots,), 448.0), torch.arange(slots) % 5, torch.full((slots,), float(way))])
-    return torch.rand(form, slots), live, rules
+    counts, none = torch.zeros(len(COUNTERS), slots, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
+    return torch.rand(form, slots), live, rules, "", none, counts, none.clone(), 0, False  # alone, of no operands
 
 
 def _bounds(given: Given) -> torch.Tensor:
@@ -304,8 +305,8 @@ OPERATIONS: dict[str, Operation] = {
         lambda given, form, way: (*[_heads(given, 4)[place] for place in (3, 0, 1, 2)], form), exact=False,
     ),
     "scale_update": Operation(
-        scale_update, reference.scale_update, {str(rows): rows for rows in (1, 3, 16)}, (False, True), _tables,
-        writes=(0, 1),
+        scale_update, lambda *given: reference.scale_update(*given[:3]), {str(rows): rows for rows in (1, 3, 16)},
+        (False, True), _tables, writes=(0, 1),
     ),
     "take_column": Operation(
         OPERATORS.take_column.default, _taken, BOTH, (None,), lambda *_: (*slot_of(3.0)[:2], 1)

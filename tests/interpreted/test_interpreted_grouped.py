@@ -6,10 +6,10 @@ import torch
 from hypothesis import given, settings
 
 from fp8engine.kernels import expert_rows
-from fp8engine.kernels.matmul_grouped import Result, grouped_rows, grouped_sums
+from fp8engine.kernels.matmul_grouped import grouped_rows, grouped_sums
 from fp8engine.kernels.quantize_experts import expert_sums, quantize_experts, transpose_experts
 from fp8engine.kernels.tuning import Config
-from fp8engine.ops.reference import Operand, Slot, quantize
+from fp8engine.ops.reference import Epilogue, Operand, Slot, quantize
 from fp8engine.ops.reference import grouped as twin
 from fp8engine.ops.reference.operand import COUNTERS
 from tests.helpers.casts import cast_of
@@ -53,7 +53,7 @@ def test_rows_of_any_division(assert_within_bound, sizes, n, k, kind, descriptor
     described = descriptors and k % 16 == 0 and t > 0
     config = (DESCRIBED if described else SMALL)._replace(block_k=kind[1] if kind[1] > 1 else 64)
     bias_EN = torch.randn(experts, n)
-    y = grouped_rows(a, b, bounds, Result(torch.float32, bias_EN), True, config)
+    y = grouped_rows(a, b, bounds, Epilogue(bias_EN, torch.float32), True, config)
     assert y.shape == (t, n)
     for e, part in enumerate(twin.parts_of(bounds)):
         a_e, b_e = twin.part_of_rows(a, part, e), twin.part_of_stack(b, experts, e)
@@ -71,7 +71,7 @@ def test_sums_of_any_division(assert_within_bound, sizes, m, n, kind):
     else:
         a, b = (cast(torch.randn(t, columns), *kind, bounds, True) for columns in (m, n))
     config = DESCRIBED._replace(block_k=kind[0] if kind[0] > 1 else 64, descriptors=t > 0)
-    dw = grouped_sums(a, b, bounds, Result(torch.float32), True, config)
+    dw = grouped_sums(a, b, bounds, Epilogue(None, torch.float32), True, config)
     for e, part in enumerate(twin.parts_of(bounds)):
         a_e, b_e = (twin.part_of_columns(x, part, e) for x in (a, b))
         assert_within_bound(dw[e], real(a_e), real(b_e), None, (e, sizes))
@@ -125,7 +125,7 @@ def test_any_number_of_programs_covers_every_tile(processors, monkeypatch):
     bounds = twin.bounds_of(torch.tensor(sizes))
     a = Operand(torch.randint(-2, 3, (sum(sizes), 32)).float().to(E4M3), torch.tensor(1.0))
     b = Operand(torch.randint(-2, 3, (4 * 70, 32)).float().to(E4M3), torch.tensor(1.0))
-    y = grouped_rows(a, b, bounds, Result(torch.float32), False, SMALL)
+    y = grouped_rows(a, b, bounds, Epilogue(None, torch.float32), False, SMALL)
     assert torch.equal(y, twin.grouped_rows(a, b, bounds, out=torch.float32))
     slots = [Slot(torch.full((2, 1), -1.0), torch.zeros(len(COUNTERS), 1, dtype=torch.int64), 0) for _ in "ab"]
     y[0, 0] = 1e5  # in the first tile of several

@@ -26,13 +26,13 @@ def operand(m: int, k: int, rows: int = -1, cols: int = -1):
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Names of the launchers that ran."""
-    seen, real = [], triton_backend._kernel
+    seen, real = [], triton_backend._launch
 
-    def spy(module: str, launcher: str | None = None):
-        seen.append(launcher or module)
-        return real(module, launcher)
+    def spy(first: torch.Tensor, kernel: tuple[str, ...], *given):
+        seen.append(kernel[-1])
+        return real(first, kernel, *given)
 
-    monkeypatch.setattr(triton_backend, "_kernel", spy)
+    monkeypatch.setattr(triton_backend, "_launch", spy)
     return seen
 
 
@@ -81,16 +81,14 @@ def test_a_layer_trains_on_our_kernels_and_the_report_says_so(
 
 
 def test_forward_and_dgrad_sum_fast_and_wgrad_promotes(monkeypatch: pytest.MonkeyPatch):
-    promoted, real = [], triton_backend._kernel("matmul", "matmul_fp8")
+    promoted, real = [], triton_backend._launch
 
-    def spy(a, b, epilogue, promote, *rest):
-        promoted.append(promote)
-        return real(a, b, epilogue, promote, *rest)
+    def spy(first: torch.Tensor, kernel: tuple[str, ...], *given):
+        if kernel[-1] == "matmul_fp8":
+            promoted.append(given[3])
+        return real(first, kernel, *given)
 
-    kernel = triton_backend._kernel
-    monkeypatch.setattr(
-        triton_backend, "_kernel", lambda name, *rest: spy if rest == ("matmul_fp8",) else kernel(name, *rest)
-    )
+    monkeypatch.setattr(triton_backend, "_launch", spy)
     layer, x = fe.Linear(32, 16, recipe="current"), torch.randn(8, 32, requires_grad=True)
     with fe.backend("triton"):
         layer(x).sum().backward()

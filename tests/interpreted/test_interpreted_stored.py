@@ -13,8 +13,9 @@ from fp8engine.ops.tensor import Float8Tensor
 
 @pytest.mark.parametrize("format", [fe.E4M3, fe.E5M2], ids=str)
 def test_the_kernel_stores_what_the_reference_stores(format, monkeypatch: pytest.MonkeyPatch):
-    launched, real = [], triton_backend._kernel
-    monkeypatch.setattr(triton_backend, "_kernel", lambda *names: launched.append(names[-1]) or real(*names))
+    launched, real = [], triton_backend._launch
+    spy = lambda first, kernel, *given: launched.append(kernel[-1]) or real(first, kernel, *given)  # noqa: E731
+    monkeypatch.setattr(triton_backend, "_launch", spy)
     x, found = torch.randn(2, 19, 40), {}
     for name in ("triton", "reference"):
         torch.manual_seed(11)

@@ -1,5 +1,7 @@
 """Who adds a bias on a card: the matmul to its FP32 sums, wherever one can, and no pass of its own over the result."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -56,23 +58,35 @@ def test_where_torch_adds_none_the_bias_keeps_its_digits(given: list, n: int, ou
 
 
 @pytest.mark.parametrize(
-    ("k", "bias", "chosen"),
-    [(4096, False, "cublas"), (4096, True, "triton"), (65536, True, "cublas"), (None, True, "cublas")],
+    ("usable", "torch_can", "ratio", "k", "bias", "chosen"),
+    [
+        (True, True, 0.0, None, False, "triton"),  # nobody measured it
+        (True, True, 1.1, None, False, "triton"),
+        (True, True, 0.94, 4096, False, "cublas"),
+        (True, True, 0.94, 4096, True, "triton"),  # torch's pass for the bias takes 1632 / K of its matmul's time
+        (True, True, 0.94, 65536, True, "cublas"),
+        (True, True, 0.94, None, True, "cublas"),
+        (True, False, 0.94, 4096, False, "triton"),
+        (False, True, 0.0, None, False, "cublas"),
+        (False, False, 0.0, None, False, "reference"),
+    ],
 )
-def test_blocks_with_a_bias_run_on_ours_where_the_pass_would_cost_more(monkeypatch, k, bias, chosen):
-    """0.94 of torch's speed as measured; torch's pass for the bias takes 1632 / K of its matmul's time."""
+def test_which_backend_multiplies_blocks(monkeypatch, usable, torch_can, ratio, k, bias, chosen):
     monkeypatch.setattr(device, "has_fp8", lambda where: True)
     monkeypatch.setattr(device, "capability", lambda where: (9, 0))
-    monkeypatch.setattr(triton_backend, "usable", lambda: True)
-    monkeypatch.setattr(triton_backend, "measured", lambda *asked: 0.94)
-    monkeypatch.setattr(scaled_mm, "no_blocks", lambda where: None)
-    shape = LARGE[:2] if k is None else (*LARGE[:2], k)
+    monkeypatch.setattr(triton_backend, "usable", lambda: usable)
+    monkeypatch.setattr(triton_backend, "measured", lambda *asked: ratio)
+    monkeypatch.setattr(scaled_mm, "no_blocks", lambda where: None if torch_can else "no")
+    shape: Any = LARGE[:2] if k is None else (*LARGE[:2], k)
     assert matmul.choose(CARD, True, shape, kind="block", bias=bias) == chosen
-    assert matmul.choose(CARD, False, shape, kind="tensor", bias=bias) == "cublas"  # it adds the bias itself
-    if k is not None:
-        why = matmul.why_chosen(CARD, (*LARGE[:2], k), "fast", "block", chosen)
+    if usable:  # of other blocks than those of 128, which have no kind, nothing was measured
+        assert matmul.choose(CARD, True, shape, kind=None, bias=bias) == "triton"
+    if k:
+        assert matmul.choose(CARD, False, shape, kind="tensor", bias=bias) == "cublas"  # it adds the bias itself
+        why = matmul.why_chosen(CARD, shape, "fast", "block", chosen)
         assert why.startswith("kernels/tuning.json: our kernel runs 0.94 times as fast as torch's")
-        assert ("the bias by a pass of its own" in why) == (chosen == "triton")
+        assert ("the bias by a pass of its own" in why) == (chosen == "triton" and torch_can)
+        assert why.endswith("as fast as torch's, which has no such blocks") == (not torch_can)
 
 
 @pytest.mark.parametrize("recipe", [blockwise(), current(), rowwise()], ids=lambda recipe: recipe.name)

@@ -226,8 +226,8 @@ def test_the_setting_switches_it_off(pretended, monkeypatch):
 
 def test_a_configuration_reaches_the_kernel_where_descriptors_can_describe_the_operands(monkeypatch):
     seen = []
-    launch = {"matmul": lambda *given: seen.append(given[4]), "launch": lambda x: x.stride(0) % 16 == 0}
-    monkeypatch.setattr(triton_backend, "_kernel", lambda module, name=None: launch[module])
+    monkeypatch.setattr(triton_backend, "_launch", lambda first, kernel, *given: seen.append(given[4]))
+    monkeypatch.setattr(triton_backend, "_kernel", lambda module, name: lambda x: x.stride(0) % 16 == 0)
     monkeypatch.setattr(triton_backend, "unsupported", lambda a, b: None)
     monkeypatch.setattr(triton_backend, "_addressable", lambda x: x)
     for kind, k in (("tensor", 64), ("block", 256), ("tensor", 60)):

@@ -186,7 +186,7 @@ def test_a_setting_leaves_everything_to_plain_triton(monkeypatch, setting: str |
     a, b = (Operand(torch.empty(64, 64, dtype=E4M3, device="meta"), torch.ones(()), -1, -1) for _ in "ab")
     told = []
     monkeypatch.setattr(triton_backend, "unsupported", lambda a, b: None)
-    monkeypatch.setattr(triton_backend, "_kernel", lambda *name: lambda *given: told.append(given[-1]))
+    monkeypatch.setattr(triton_backend, "_launch", lambda *given: told.append(given[-1]))
     triton_backend.matmul(a, b, Epilogue())
     assert told == [used]
 

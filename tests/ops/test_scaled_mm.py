@@ -24,7 +24,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fp8engine as fe
 from fp8engine.errors import BackendError
-from fp8engine.ops import casts, device, matmul, reference, scaled_mm, triton_backend
+from fp8engine.ops import casts, device, reference, scaled_mm
 from fp8engine.ops.reference import Operand
 
 SHAPES = [(1, 1, 1), (3, 17, 5), (16, 16, 16), (33, 50, 257), (130, 131, 129), (5, 16, 31), (16, 15, 16)]
@@ -314,25 +314,3 @@ def test_blocks_are_for_hopper_and_cuda_12_9(monkeypatch: pytest.MonkeyPatch):
         monkeypatch.setattr(torch.version, "cuda", version)
         why = scaled_mm.no_blocks(card)
         assert why is None if found is None else found in (why or "")
-
-
-@pytest.mark.parametrize(
-    ("usable", "torch_can", "ratio", "chosen"),
-    [
-        (True, True, 0.0, "triton"),  # nobody measured it
-        (True, True, 1.1, "triton"),
-        (True, True, 0.9, "cublas"),
-        (True, False, 0.9, "triton"),
-        (False, True, 0.0, "cublas"),
-        (False, False, 0.0, "reference"),
-    ],
-)
-def test_which_backend_multiplies_blocks(monkeypatch: pytest.MonkeyPatch, usable, torch_can, ratio, chosen):
-    monkeypatch.setattr(device, "has_fp8", lambda where: True)
-    monkeypatch.setattr(device, "capability", lambda where: (9, 0))
-    monkeypatch.setattr(triton_backend, "usable", lambda: usable)
-    monkeypatch.setattr(triton_backend, "measured", lambda *asked: ratio)
-    monkeypatch.setattr(scaled_mm, "no_blocks", lambda where: None if torch_can else "no")
-    assert matmul.choose(torch.device("cuda", 0), True, (8192, 4096), kind="block") == chosen
-    if usable:  # of other blocks than those of 128, which have no kind, nothing was measured
-        assert matmul.choose(torch.device("cuda", 0), True, (8192, 4096), kind=None) == "triton"

@@ -17,8 +17,7 @@ from typing import NamedTuple
 
 import torch
 
-from fp8engine.errors import ShapeError, UnknownName
-from fp8engine.ops.reference.activations import ACTIVATIONS, Activation
+from fp8engine.ops.reference.activations import ACTIVATIONS
 from fp8engine.ops.reference.cast_transpose import IN_16_BITS, Store, row_major, store
 from fp8engine.ops.reference.matmul import column_sums
 from fp8engine.ops.reference.operand import Operand
@@ -43,15 +42,14 @@ def act_quantize(
     """Return (y in x's dtype, its codes, those of its transpose); codes are None where `to` asks for none.
 
     x_MK: FP32, BF16 or FP16; gated kinds take K = 2 N as [gate | up] and give y[M, N], or x is the gate [M, N].
-    kind: a key of ACTIVATIONS.  up_MN: of a gated kind, where x is the gate.
-    Raises UnknownName for another kind, ShapeError for a gated one with an odd K.
+    kind: a key of ACTIVATIONS.  up_MN: of a gated kind, where x is the gate.  ops/norm_act.py refuses another kind.
 
     >>> act_quantize(torch.tensor([[-1.0, 2.0]]), "relu")[0].tolist()
     [[0.0, 2.0]]
     >>> act_quantize(torch.tensor([[30.0, 2.0]]), "swiglu")[0].tolist()  # silu(30) * 2
     [[60.0]]
     """
-    activation = _activation(kind, x_MK, up_MN)
+    activation = ACTIVATIONS[kind]
     y_MN = activation(x_MK.float()) if up_MN is None else activation.of(x_MK.float(), up_MN.float())
     return store(y_MN, x_MK.dtype, to)
 
@@ -67,17 +65,9 @@ def act_quantize_backward(
     >>> found.dx_MK.tolist(), found.dbias_K.tolist()
     ([[0.0, 7.0], [0.0, 1.0]], [0.0, 8.0])
     """
-    activation = _activation(kind, x_MK, up_MN)
+    activation = ACTIVATIONS[kind]
     if up_MN is not None:
         dgate_MN, dup_MN = activation.gradients(dy_MN.float(), x_MK.float(), up_MN.float())
         return ActGradients(row_major(dgate_MN, x_MK.dtype), dup_MN=row_major(dup_MN, x_MK.dtype))
     dx_MK, q, q_t = store(activation.gradient(dy_MN.float(), x_MK.float()), x_MK.dtype, to)
     return ActGradients(dx_MK, q, q_t, None, column_sums(dx_MK))
-
-
-def _activation(kind: str, x_MK: torch.Tensor, up_MN: torch.Tensor | None) -> Activation:
-    if kind not in ACTIVATIONS:
-        raise UnknownName("activation", kind, ACTIVATIONS)
-    if ACTIVATIONS[kind].gated and up_MN is None and x_MK.shape[1] % 2:
-        raise ShapeError(f"{kind} takes [gate | up], an even number of columns; got {tuple(x_MK.shape)}")
-    return ACTIVATIONS[kind]

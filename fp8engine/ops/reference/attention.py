@@ -138,16 +138,6 @@ def visible(form: Form, rows: slice, columns: slice, s: int, device: torch.devic
     return seen
 
 
-def keys_of(form: Form, row: int, s: int) -> slice:
-    """Whole blocks of keys of which some are seen by some of the BLOCK queries from `row` on."""
-    first, last = 0, s
-    if form.causal:
-        last = min(row + BLOCK + form.offset, s)
-        if form.window:
-            first = max(row + form.offset - form.window + 1, 0) // BLOCK * BLOCK
-    return slice(first, -(-last // BLOCK) * BLOCK)
-
-
 def steps(form: Form, t: int, s: int) -> Iterator[tuple[slice, slice]]:
     """(rows of queries, keys) of each block of keys and the blocks of queries that see any of it."""
     for key in range(0, s, BLOCK):

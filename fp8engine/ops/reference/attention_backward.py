@@ -37,7 +37,6 @@ from fp8engine.ops.reference.attention import (
     finite,
     fused,
     halved,
-    keys_of,
     product,
     steps,
     visible,
@@ -130,21 +129,19 @@ def _of_queries(given: _Given, t: int) -> tuple[torch.Tensor, torch.Tensor, torc
 
 
 def _of_keys(given: _Given, level: torch.Tensor, delta: torch.Tensor, t: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """dK and dV, FP32: a block of queries at a time, of one head after the other."""
+    """dK and dV, FP32: a block of keys at a time, over the queries of one head after the other."""
     dk, dv = (torch.zeros_like(given.k, dtype=torch.float32) for _ in "kv")
+    real = torch.arange(given.q.shape[3], device=dk.device)[:, None] < t  # but queries that fill up the last block
     for head in range(given.q.shape[2]):
         one = given._replace(
             q=given.q[:, :, head, None],
             do=given.do[:, :, head, None],
             do8=(given.do8[0][:, :, head, None], given.do8[1][:, :, head, None]),
         )
-        for row in range(0, t, BLOCK):
-            rows, keys = slice(row, row + BLOCK), keys_of(given.form, row, given.keys)
-            if keys.start >= keys.stop:
-                continue
+        for rows, keys in steps(given.form, t, given.keys):
             at, here = (..., rows, slice(None)), (..., keys, slice(None))
             scores = product(one.q[at], given.k[here], STEP)
-            seen = given.visible(rows, keys) & (torch.arange(row, row + BLOCK, device=dk.device) < t)[:, None]
+            seen = given.visible(rows, keys) & real[rows]
             p = exp2(fused(scores, given.factor, -level[:, :, head, None][at])).masked_fill(~seen, 0.0)
             dp, scale = one.dp(rows, keys)
             ds = p * fused(dp, scale, -delta[:, :, head, None][at])

@@ -97,14 +97,9 @@ def part_of_columns(x: Operand, part: Part, expert: int) -> Operand:
 
 
 def part_of_stack(x: Operand, experts: int, expert: int) -> Operand:
-    """One expert's matrix [N, K] of a stack [E * N, K]; groups that span rows begin anew at each."""
+    """One expert's matrix [N, K] of a stack [E * N, K], whose groups begin anew at each, at a multiple of 128 rows."""
     rows = x.data.shape[0] // experts
-    data = x.data[expert * rows : (expert + 1) * rows]
-    if x.scale.dim() == 0:
-        return x._replace(data=data)
-    down = x.scale.shape[0] // experts
-    first = expert * down
-    return x._replace(data=data, scale=x.scale[first : first + (1 if x.rows == -1 else -(-rows // x.rows))])
+    return part_of_rows(x, Part(expert * rows, (expert + 1) * rows, expert * -(-rows // BLOCK)), expert)
 
 
 def grouped_rows(

@@ -12,6 +12,8 @@ The twin of kernels/matmul.py.
 
 from __future__ import annotations
 
+import contextlib
+
 import torch
 
 from fp8engine import _torch
@@ -25,6 +27,7 @@ SMALL = 1 << 14  # values below which a BF16 matmul's set-up on a CPU costs more
 # Elements of 16 bits that a CPU sums at a time: torch makes an FP32 copy, and one of 8192 x 1024 costs 34 ms in page
 # faults where pieces of it take 3.
 PIECE = 1 << 19
+AS_IT_IS = contextlib.nullcontext()
 LARGE = 2.0**64  # a sum of 2^39 products of E5M2 by E4M3 times this is still below 2^128
 
 
@@ -75,17 +78,9 @@ def emulate(a: Operand, b: Operand, bias_N, out: torch.dtype, precision: str) ->
 
     It would take codes up to 448 for an FP16 matmul, whose sums overflow.
     """
-    if _torch.autocast_active():
-        with torch.autocast(a.data.device.type, enabled=False):
-            return _emulate(a, b, bias_N, out, precision)
-    if precision != "exact":
-        return matmul_fp8(a, b, bias_N, out, exact=False)
-    return _emulate(a, b, bias_N, out, precision)
-
-
-def _emulate(a: Operand, b: Operand, bias_N, out: torch.dtype, precision: str) -> torch.Tensor:
     exact = precision == "exact"  # products in FP32 for a 16-bit result too
-    return matmul_fp8(a, b, bias_N, torch.float32 if exact else out, exact).to(out)
+    with torch.autocast(a.data.device.type, enabled=False) if _torch.autocast_active() else AS_IT_IS:
+        return matmul_fp8(a, b, bias_N, torch.float32 if exact else out, exact).to(out)
 
 
 def matmul_block(a: Operand, b: Operand, bias_N=None, out=torch.bfloat16, exact: bool | None = None) -> torch.Tensor:

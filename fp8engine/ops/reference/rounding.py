@@ -125,8 +125,8 @@ def decode(codes: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
             return decode(codes.t(), dtype).t()
         codes = codes.contiguous()
     flat = codes.view(torch.uint8).view(-1)
-    if flat.numel() % 2 or flat.storage_offset() % 2:
-        return _code_table(codes.dtype, dtype).index_select(0, flat.int()).view(codes.shape)
+    if flat.numel() % 2 or flat.storage_offset() % 2:  # no pairs
+        return codes.to(dtype)
     values = torch.empty(codes.shape, dtype=dtype)
     table = _pair_table(codes.dtype, dtype)
     both, pairs = flat.view(torch.uint16), values.view(-1).view(table.dtype)
@@ -141,11 +141,6 @@ def _not_finite(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     if Format.of(dtype).has_inf:
         return x.float()
     return torch.full((), float("nan"), device=x.device)
-
-
-@functools.cache
-def _code_table(code: torch.dtype, value: torch.dtype) -> torch.Tensor:
-    return torch.arange(256, dtype=torch.uint8).view(code).to(value)
 
 
 @functools.cache

@@ -12,7 +12,6 @@ import torch
 from activations import BOUNDED, EXACT, OF_GATE, SQUARED, exact, terms
 from casts import E4M3, E5M2, ROUNDING, assert_within, cast_of, fp8, plain
 
-from fp8engine.errors import ShapeError, UnknownName
 from fp8engine.ops.reference import Store, act_quantize, act_quantize_backward
 from fp8engine.ops.reference.activations import ACTIVATIONS
 
@@ -28,10 +27,6 @@ def sample(m: int, n: int, kind: str, dtype: torch.dtype) -> tuple[torch.Tensor,
 
 def test_all_kinds_are_here_and_no_others():
     assert set(ACTIVATIONS) == set(EXACT)
-    with pytest.raises(UnknownName, match="did you mean 'gelu'"):
-        act_quantize(torch.ones(1, 2), "gelu_")
-    with pytest.raises(ShapeError, match="even number of columns"):
-        act_quantize_backward(torch.ones(1, 1), torch.ones(1, 3), "swiglu")
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)

@@ -8,7 +8,7 @@ from fp8engine.ops.reference.attention import attention_cast, rotation_of
 
 
 def test_tables_of_codes_and_rotations_are_real_after_a_step_was_planned():
-    for cached in (rounding._code_table, rounding._pair_table, rotation_of):
+    for cached in (rounding._pair_table, rotation_of):
         cached.cache_clear()
     for plan in (True, False):
         with FakeTensorMode(allow_non_fake_inputs=True) if plan else torch.no_grad():
