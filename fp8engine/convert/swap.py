@@ -126,9 +126,9 @@ def convert(
         record.attach(model, strict)
         if example_inputs is not None:
             calibrate(model, controllers, example_inputs)
-    warn_emulated([*emulated.values()], stacklevel=2)
-    if fuse and not fused:
-        warnings.warn(f"fuse=True: {fusing.NOTHING}: every layer casts its own input", FusionWarning, stacklevel=2)
+        warn_emulated([*emulated.values()], stacklevel=2)
+        if fuse and not fused:
+            warnings.warn(f"fuse=True: {fusing.NOTHING}: every layer casts its own input", FusionWarning, stacklevel=2)
     return model
 
 

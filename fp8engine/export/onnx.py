@@ -26,6 +26,7 @@ from torch.fx.node import map_arg
 
 from fp8engine import files
 from fp8engine._torch import OpOverload
+from fp8engine.convert.select import told_by_config
 from fp8engine.convert.swap import RECORD
 from fp8engine.errors import ConversionError
 from fp8engine.export import onnx_operators
@@ -106,12 +107,11 @@ def _check(model: nn.Module, opset: int) -> None:
 @contextlib.contextmanager
 def _without_cache(model: nn.Module) -> Iterator[None]:
     """Within it, the configs of transformers' models say use_cache=False."""
-    configs = {id(config): config for m in model.modules() if (config := getattr(m, "config", None)) is not None}
+    configs: dict[int, Any] = {id(m.config): m.config for m in model.modules() if told_by_config(m, "use_cache")}
     with contextlib.ExitStack() as stack:
         for config in configs.values():
-            if getattr(config, "use_cache", None):
-                config.use_cache = False
-                stack.callback(setattr, config, "use_cache", True)
+            config.use_cache = False
+            stack.callback(setattr, config, "use_cache", True)
         yield
 
 

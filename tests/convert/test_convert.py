@@ -1,5 +1,6 @@
 """fe.convert: what a converted model keeps, which layers it takes, and what it says of those it leaves."""
 
+import warnings
 from typing import Any
 
 import pytest
@@ -216,6 +217,17 @@ def test_what_cannot_be_swapped_is_left_with_the_reason():
     blocked = nn.ModuleDict({"own": Own(8, 8), "plain": nn.Linear(8, 8), "other": Own(8, 8)})
     with pytest.raises(fe.errors.StrictError, match=r"2 layers cannot be converted: own \(Own is a subclass"):
         fe.convert(blocked, strict=True)
+
+
+@pytest.mark.parametrize("category", [fe.errors.EmulationWarning, fe.errors.FusionWarning])
+def test_a_warning_that_is_an_error_leaves_the_model_as_it_was(category):
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        warnings.simplefilter("error", category)
+        with pytest.raises(category):
+            fe.convert(model, "rowwise", fuse=True)
+    assert [type(part) for part in model] == [nn.Linear, nn.Tanh, nn.Linear]
 
 
 def test_one_module_under_two_names_is_converted_once():

@@ -267,6 +267,19 @@ def test_outputs_in_dataclasses_dicts_and_lists():
     assert (layers["c"].calls, layers["c"].consumers) == (0, ())
 
 
+def test_an_output_that_holds_itself():
+    held = dataclasses.make_dataclass("held", ["scores", "back"])
+
+    def forward(m, x):
+        result, parts = held(m.a(x), None), [m.b(x)]
+        result.back = parts
+        parts += [parts, {"result": result}]
+        return result
+
+    layers = recorded(forward).layers
+    assert [[c.name for c in layers[name].consumers] for name in "ab"] == [["scores"], ["back[0]"]]
+
+
 @pytest.mark.parametrize("given", [torch.ones(1, 4, K), (torch.ones(1, 4, K),), [torch.ones(1, 4, K)], "keywords"])
 def test_inputs_as_convert_takes_them(given: Any):
     given = {"x": torch.ones(1, 4, K)} if given == "keywords" else given

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -180,16 +180,21 @@ def _is_value(tensor: torch.Tensor) -> bool:
     return tensor.is_floating_point() or tensor.is_complex()
 
 
-def _tensors(value: object, path: str = "") -> Iterator[tuple[str, torch.Tensor]]:
-    """(path, tensor) of every tensor in nested tuples, lists, mappings and dataclasses; other objects are left shut."""
+def _tensors(value: object, path: str = "", around: tuple[int, ...] = ()) -> Iterator[tuple[str, torch.Tensor]]:
+    """(path, tensor) of every tensor in nested tuples, lists, mappings and dataclasses; other objects are left shut.
+
+    around: ids of what holds the value, which it may hold in turn.
+    """
+    parts: Iterable[tuple[str, object]] = ()
     if isinstance(value, torch.Tensor):
         yield path, value
     elif isinstance(value, Mapping):
-        for key, part in value.items():
-            yield from _tensors(part, f"{path}.{key}" if path else str(key))
+        parts = ((f"{path}.{key}" if path else str(key), part) for key, part in value.items())
     elif isinstance(value, (tuple, list)):
-        for index, part in enumerate(value):
-            yield from _tensors(part, f"{path}[{index}]")
+        parts = ((f"{path}[{index}]", part) for index, part in enumerate(value))
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        for part in dataclasses.fields(value):
-            yield from _tensors(getattr(value, part.name, None), f"{path}.{part.name}" if path else part.name)
+        names = [field.name for field in dataclasses.fields(value)]
+        parts = ((f"{path}.{name}" if path else name, getattr(value, name, None)) for name in names)
+    if id(value) not in around:
+        for name, part in parts:
+            yield from _tensors(part, name, (*around, id(value)))
