@@ -135,7 +135,7 @@ class Controller(Known):
         if not gradients:
             if self.state.decides_next:
                 self.state.decides_next = False
-                self._collect(backward=False)
+                self._collect(backward=False, wait=True)  # no later forward looks again
             return
         self.tentative, awaited = False, self.state.decides_next
         self.state.decides_next = False

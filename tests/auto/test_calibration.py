@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fp8engine as fe
 from fp8engine.errors import InvalidRecipe, ShapeError
+from fp8engine.files import HostCopy
 
 
 class WithLoss(nn.Module):
@@ -169,6 +170,17 @@ def test_a_model_that_only_answers_decides_before_its_second_forward():
     assert torch.equal(second, third)
     assert train(answering, 6) == train(quiet, 6)
     assert lines(answering) == lines(quiet)
+
+
+def test_a_card_is_waited_for_where_no_later_forward_would_decide(monkeypatch: pytest.MonkeyPatch):
+    """A card's copy has hardly begun when the second forward begins, and a third one is like the second."""
+    monkeypatch.setattr(HostCopy, "done", lambda _: False)
+    model = plain()
+    with torch.no_grad():
+        model(batch(0))
+        assert lines(model) == []
+        model(batch(0))
+    assert lines(model)
 
 
 def test_a_recorded_flow_decides_nothing():
