@@ -25,22 +25,22 @@ GOALS = {"engine": 8_600, "kernels": 2_500, "package": 20_600}  # lines of code
 # By room: lines of code that it may have.
 BUDGET = {
     "amp": 2_942,
-    "auto": 1_680,
+    "auto": 1_635,
     "autograd": 2_028,
     "bench": 793,
-    "cli": 970,
-    "convert": 1_665,
+    "cli": 964,
+    "convert": 1_648,
     "demo": 1_015,
-    "distributed": 2_187,
-    "export": 1_334,
+    "distributed": 2_179,
+    "export": 1_316,
     "integrations": 195,
-    "kernels": 3_080,
+    "kernels": 3_070,
     "nn": 1_415,
     "numerics": 610,
-    "ops": 3_232,
-    "report": 2_828,
-    "scaling": 1_246,
-    "top level": 392,
+    "ops": 3_169,
+    "report": 2_787,
+    "scaling": 1_281,
+    "top level": 403,
 }
 NO_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 
