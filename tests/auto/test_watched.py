@@ -13,6 +13,7 @@ from blocks import WIDTH
 from support import DTYPES, converted, state_of
 from torch import nn
 from torch._dynamo.backends.debugging import aot_eager
+from torch._dynamo.exc import Unsupported
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -210,7 +211,7 @@ def test_one_graph_of_the_whole_model_is_an_error_under_strict():
     model = plain()
     controllers_of(model)[0].failures.strict = True
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-    with pytest.raises(torch._dynamo.exc.Unsupported, match="strict=True: auto samples and decides between graphs"):
+    with pytest.raises(Unsupported, match="strict=True: auto samples and decides between graphs"):
         compiled(batch(CALM))
 
 
