@@ -130,9 +130,10 @@ def may_divide() -> bool:
     from torch._dynamo.symbolic_convert import InstructionTranslator
 
     try:
-        return not InstructionTranslator.current_tx().one_graph
+        root: Any = InstructionTranslator.current_tx().output.root_tx
     except AttributeError:  # torch.export traces without Dynamo
         return False
+    return not (root.one_graph or root.error_on_graph_break)
 
 
 constant_in_graphs(may_divide)

@@ -130,6 +130,7 @@ def test_batches_are_kept_as_they_were():
     assert found[0] == found[1]
 
 
+@pytest.mark.filterwarnings("ignore:auto samples and decides between graphs:fp8engine.errors.SamplingWarning")
 def test_a_graph_of_the_whole_model_goes_on_unmeasured():
     model = under(0.5)
     train(model, 2)

@@ -27,6 +27,7 @@ def test_a_plain_model_compiles_into_one_graph_less():
 
 @pytest.mark.short
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:auto samples and decides between graphs:fp8engine.errors.SamplingWarning")
 @pytest.mark.parametrize("recipe", ["delayed", fe.auto(interval=1)], ids=["delayed", "auto"])
 def test_what_a_graphs_casts_write_is_no_copy_in_a_cuda_graph(recipe: Any):
     """CUDA graphs of torch.compile (mode "reduce-overhead") copy inputs that move, or begin at no multiple of 16 bytes.
