@@ -71,7 +71,7 @@ class Known:
         self.steps_without_backward = 0  # forwards since the sampled one
         self.tentative = False  # this step began in a forward without gradients: of a checkpoint, or of an evaluation
         self.calibrated = False  # whether decisions made before the first training step stay
-        self.compiled_whole = False  # whether a step has begun between graphs: scaling/whole_graph.py
+        self.compiled_whole = False  # whether this step begins between graphs: scaling/whole_graph.py
         self.plan = plan
         self.outputs = Outputs(self.layers, self.recipes)
 

@@ -96,9 +96,7 @@ class ScalingState:
         self.live_2S = torch.zeros(2, len(casts), dtype=torch.float32, device=device)
         self.live_2S[0] = -1.0
         self.counts_CS = torch.zeros(len(COUNTERS), len(casts), dtype=torch.int64, device=device)
-        self.saved_1 = torch.zeros(
-            1, dtype=torch.int64, device=device
-        )  # whether a save decides the next join: ranks.py
+        self.saved_1 = torch.zeros(1, dtype=torch.int64, device=device)  # whether a save decides a join: ranks.py
         # How many gradients were cast when amaxes were entered last, -1 before: ops/scale_update.py.
         self.entered_1 = torch.full((1,), -1, dtype=torch.int64, device=device)
         self.graphs_1 = torch.zeros(1, dtype=torch.int64, device=device)  # steps begun by graphs alone: columns.py

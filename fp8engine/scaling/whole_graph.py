@@ -55,7 +55,10 @@ _torch.constant_in_graphs(_tell)
 def begin_between(state: Any, root: nn.Module | None) -> None:
     """The root's forward begins, as in eager code.  state: a ScalingState."""
     state.controller.compiled_whole = True
-    state.begin_forward(root)
+    try:
+        state.begin_forward(root)
+    finally:
+        state.controller.compiled_whole = False
 
 
 @_torch.outside_of_graphs

@@ -217,7 +217,10 @@ def test_one_graph_of_the_whole_model_is_an_error_under_strict():
 
 @NO_LEAF
 @pytest.mark.usefixtures("fresh")
-@pytest.mark.parametrize("how", ["wrapped", "inside another module", "forward alone"])
+@pytest.mark.parametrize(
+    "how",
+    ["wrapped", *(pytest.param(how, marks=pytest.mark.slow) for how in ("inside another module", "forward alone"))],
+)
 def test_a_model_compiled_whole_is_seen_and_changes(how: str):
     """A step begins outside of its graphs: the losses, and the decisions at each step, are those of eager code."""
     model, eager = plain(), plain()
@@ -235,6 +238,7 @@ def test_a_model_compiled_whole_is_seen_and_changes(how: str):
     assert len(lines(model)) > 6
 
 
+@pytest.mark.slow
 @NO_LEAF
 @pytest.mark.usefixtures("fresh")
 def test_an_evaluation_of_a_model_compiled_whole_changes_nothing():
@@ -267,6 +271,8 @@ def test_decisions_end_before_a_model_compiled_whole_is_out_of_graphs():
     assert steps(model) == steps(eager)[:1]
     assert len(steps(eager)) > 1
     assert len(graphs) <= 4
+    train(model, 30, start=18)
+    assert len(steps(model)) > 1, "in eager code it decides again"
 
 
 @pytest.mark.slow
