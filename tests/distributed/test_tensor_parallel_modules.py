@@ -232,9 +232,8 @@ def test_siblings_gather_once(found: list[dict]):
 def test_predicted_scales_are_those_of_one_process(found: list[dict]):
     for step, (alone, *ranks) in enumerate(zip(predicted(), *(rank["delayed"] for rank in found), strict=True)):
         for theirs in ranks:
-            # Sums of FP32 in another order, and the scales in them (tests/laws/test_laws_of_ranks.py): 2^-23 each, of
-            # the two layers forward and back, may move an amax and so a scale.
-            assert theirs["scales"] == pytest.approx(alone["scales"], rel=2.0**-20), step
+            # One of FP32's order of summation may move an amax by an ulp.
+            assert theirs["scales"] == pytest.approx(alone["scales"], rel=2.0**-22), step
             assert error(theirs["dw"], alone["dw"]) < FLIPS
             assert theirs["recasts"] == alone["recasts"] == (step >= 2)
         assert sum(theirs["saturated"] for theirs in ranks) == alone["saturated"], step

@@ -3,9 +3,8 @@
     python tests/golden/record.py OUT.json [GROUP ...]      every group without names
 
 A group is one process's work: the three models under every recipe, 20 steps each; layers beyond Linear, 5 steps each;
-and products in BF16.  `golden.json` is what this wrote at commit e72d215, with the fused runs as they were when fusion
-became the default; tests/golden/test_golden.py compares.  It is recorded again only for a change that is meant to
-change numbers, and the commit says which and why.
+and products in BF16.  tests/golden/test_golden.py compares with `golden.json`.  It is recorded again only for a change
+that is meant to change numbers, and the commit says which and why.
 
 A training on a CPU is not the same to the bit on another CPU: libraries choose their code by the CPU's instructions,
 and with the code the order of sums and what is fused into one rounding.  This script starts itself again with

@@ -63,13 +63,6 @@ def matmul_fp8(a: Operand, b: Operand, bias_N=None, out=torch.bfloat16, exact: b
         a_MK = _as(a_MK, dtype)
     if b_NK.dtype != dtype:
         b_NK = _as(b_NK, dtype)
-    if on_cpu and dtype == torch.float32 and a.scale.dim() == b.scale.dim() == 0:
-        factor = a.scale.item() * b.scale.item()
-        if factor <= FP32_MAX:  # what addmm takes
-            # Scales and bias inside the one call: a small matmul costs less than each call after it would.
-            bias_N, beta = (a.scale, 0.0) if bias_N is None else (bias_N.float(), 1.0)
-            y_MN = torch.addmm(bias_N, a_MK, b_NK.t(), beta=beta, alpha=factor)
-            return y_MN if out == torch.float32 else y_MN.to(out)
     return apply_scales(_mm(a_MK, b_NK), a.scale, b.scale, bias_N, out)
 
 
