@@ -137,7 +137,8 @@ def scale_update(where: torch.device) -> str | None:
     ours, twins = ([table.clone().to(where) for table in (history, live, rules)] for _ in "ab")
     counts, of_ranks, entered = (torch.zeros(size, dtype=torch.int64, device=where) for size in ((1, 3000), 1, 1))
     with backend("triton"):
-        update.scale_update(ours[0], ours[1], ours[2], "", of_ranks, counts, entered, 0, False)
+        gradients = update.GradientCasts(counts, entered, 0, waits=False)
+        update.scale_update(ours[0], ours[1], ours[2], "", of_ranks, gradients)
     reference.scale_update(*twins)
     for name, found, wanted in zip(("history", "live"), ours, twins, strict=False):
         if wrong := differs(found, wanted):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import NamedTuple
 
 import torch
 
@@ -13,24 +13,38 @@ from fp8engine.ops.library import in_backward, operation
 INPUT, WEIGHT, GRAD_OUTPUT = range(len(ROLES))
 
 
+class GradientCasts(NamedTuple):
+    """What tells an update whether a gradient was cast since the update before it."""
+
+    counts_CS: torch.Tensor
+    """Counters of casts, a column for each slot."""
+    entered_1: torch.Tensor
+    """How many gradients had been cast at the update before; -1 where that is not known."""
+    operands: int
+    """How many of the columns are of operands, in the order of ROLES."""
+    waits: bool
+    """Whether nothing is done unless one was cast: a forward before the backward of another is of the same step."""
+
+
+def scale_update(history_HS, live_2S, rules_3S, group: str, saved_1: torch.Tensor, gradients: GradientCasts) -> None:
+    """Enter a step's amaxes into the windows and predict the next scales: one call for a whole model.
+
+    group: name of the process group over which amaxes are joined first, as ranks.py says; "" for
+    DistributedDataParallel's, inside of one.  saved_1: of ranks.py.
+    """
+    _scale_update(history_HS, live_2S, rules_3S, group, saved_1, *gradients)
+
+
 @operation(
     "scale_update(Tensor history, Tensor live, Tensor rules, str ranks, Tensor saved, Tensor counts, Tensor entered, "
     "int operands, bool waits) -> ()",
     lambda *arguments: None,
     effect=True,
 )
-def scale_update(history_HS, live_2S, rules_3S, group: str, saved_1: torch.Tensor, *begins: Any) -> None:
-    """Enter a step's amaxes into the windows and predict the next scales: one call for a whole model.
-
-    group: name of the process group over which amaxes are joined first, as ranks.py says; "" for
-    DistributedDataParallel's, inside of one.  saved_1: of ranks.py.
-    begins: counts_CS, of casts; entered_1, how many gradients were cast when this was done last, -1 where that is not
-    known; how many columns are of operands, in the order of ROLES; whether nothing is done unless a gradient was cast
-    since, because a forward that comes before the backward of another is of the same step.
-    """
+def _scale_update(history_HS, live_2S, rules_3S, group: str, saved_1: torch.Tensor, *casts_of) -> None:
     if in_backward():  # a checkpoint around the graph runs all of it again
         return
-    counts_CS, entered_1, operands, waits = begins
+    counts_CS, entered_1, operands, waits = GradientCasts(*casts_of)
     gradients = slice(GRAD_OUTPUT, operands, len(ROLES))
     cast, before = counts_CS[0, gradients].sum(), []
     if waits:

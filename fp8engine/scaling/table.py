@@ -29,7 +29,7 @@ from fp8engine.ops.card_trials import step_begins
 from fp8engine.ops.reference import Slot
 from fp8engine.ops.reference.operand import COUNTERS
 from fp8engine.ops.reference.scale import FP32_MAX
-from fp8engine.ops.scale_update import scale_update
+from fp8engine.ops.scale_update import GradientCasts, scale_update
 from fp8engine.scaling.columns import Column, Slots, apart
 from fp8engine.scaling.operands import RootForward, siblings
 from fp8engine.scaling.output_slots import OutputSlots
@@ -303,8 +303,8 @@ class ScalingState:
             self.on_step(came)
 
     def _predict(self, waits: bool) -> None:
-        tables, ranks = (self.history_HS, self.live_2S, self.rules_3S), (self.ranks, self.saved_1)
-        scale_update(*tables, *ranks, self.counts_CS, self.entered_1, len(self.columns), waits and self.casts_gradients)
+        casts = GradientCasts(self.counts_CS, self.entered_1, len(self.columns), waits and self.casts_gradients)
+        scale_update(self.history_HS, self.live_2S, self.rules_3S, self.ranks, self.saved_1, casts)
 
     def _update(self) -> None:
         if self.delayed:

@@ -24,7 +24,7 @@ from fp8engine.ops.reference import grouped as of_experts
 from fp8engine.ops.reference.attention import Form
 from fp8engine.ops.reference.operand import COUNTERS
 from fp8engine.ops.reference.quantize import quantize_operand
-from fp8engine.ops.scale_update import scale_update
+from fp8engine.ops.scale_update import GradientCasts, scale_update
 
 HALF = (torch.bfloat16, torch.float16)
 CASTS = {
@@ -141,7 +141,8 @@ def _tables(given: Given, form: int, way: bool) -> tuple:
     live = torch.stack([torch.rand(slots) - 0.3, torch.rand(slots)])
     rules = torch.stack([torch.full((slots,), 448.0), torch.arange(slots) % 5, torch.full((slots,), float(way))])
     counts, none = torch.zeros(len(COUNTERS), slots, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
-    return torch.rand(form, slots), live, rules, "", none, counts, none.clone(), 0, False  # alone, of no operands
+    casts = GradientCasts(counts, none.clone(), 0, waits=False)  # alone, of no operands
+    return torch.rand(form, slots), live, rules, "", none, casts
 
 
 def _bounds(given: Given) -> torch.Tensor:
