@@ -25,7 +25,7 @@ GOALS = {"engine": 8_600, "kernels": 2_500, "package": 20_600}  # lines of code
 # By room: lines of code that it may have.
 BUDGET = {
     "amp": 2_942,
-    "auto": 1_635,
+    "auto": 1_636,
     "autograd": 2_028,
     "bench": 793,
     "cli": 964,

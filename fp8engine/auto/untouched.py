@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fp8engine.scaling.table import ScalingState
+from fp8engine.autograd.numerics import Numerics
 
 TABLES = ("history_HS", "live_2S", "counts_CS")
 FLAGS = ("backward_seen", "recomputed", "begun", "on_step", "decides_next")
@@ -58,8 +58,11 @@ def _scaling(model: nn.Module) -> Iterator[None]:
 
     Copies of weights go: a step that read one would not record the weight's amax, which the tables have no more.
     """
-    found: list[Any] = [getattr(module, "numerics", None) for module in model.modules()]
-    layers = [numerics for numerics in found if isinstance(getattr(numerics, "state", None), ScalingState)]
+    converted: list[Any] = [
+        module for module in model.modules() if isinstance(getattr(module, "numerics", None), Numerics)
+    ]
+    found = [(module.numerics, *map(module.numerics_of, module._parameters)) for module in converted]
+    layers = [numerics for of_module in found for numerics in of_module if numerics is not None]
     states = list({id(numerics.state): numerics.state for numerics in layers}.values())
     tables = [(getattr(state, name), getattr(state, name).clone()) for state in states for name in TABLES]
     flags: list[tuple[Any, str, Any]] = [(state, name, getattr(state, name)) for state in states for name in FLAGS]
@@ -75,7 +78,5 @@ def _scaling(model: nn.Module) -> Iterator[None]:
                 table.copy_(values)
         for owner, name, value in flags:
             setattr(owner, name, value)
-        for module in model.modules():
-            forget = getattr(module, "forget_copies", None)
-            if forget is not None:
-                forget()
+        for module in converted:
+            module.forget_copies()

@@ -5,6 +5,7 @@ import types
 from typing import Any
 
 import pytest
+import tiny_models
 import torch
 from autos import batch, controller, lines, loss_of, plain, train
 from blocks import Net
@@ -15,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import fp8engine as fe
 from fp8engine.errors import InvalidRecipe, ShapeError
 from fp8engine.files import HostCopy
+from fp8engine.nn.experts import Float8Experts
 
 
 class WithLoss(nn.Module):
@@ -134,6 +136,13 @@ def test_calibration_leaves_no_copies_of_weights():
         each(x).sum().backward()
         each(x)
         assert fe.scaling_state(each)["1.weight"].history[0] == each[1].weight.abs().max()
+
+
+def test_calibration_is_no_run_of_any_matrix_of_experts():
+    """A matrix that no forward of the user's runs is warned of and reported as idle."""
+    model = converted(tiny_models.mixtral(), fe.auto(), example_inputs={"input_ids": torch.arange(8)[None]})
+    experts = [module for module in model.modules() if isinstance(module, Float8Experts)]
+    assert [numerics.ran for each in experts for numerics in each.parts.values()] == [None] * 4
 
 
 def test_a_reentrant_checkpoint_calibrates_the_forward_alone_and_says_so():
