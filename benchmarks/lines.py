@@ -28,7 +28,7 @@ BUDGET = {
     "auto": 1_636,
     "autograd": 2_028,
     "bench": 793,
-    "cli": 964,
+    "cli": 955,
     "convert": 1_648,
     "demo": 1_015,
     "distributed": 2_179,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from fp8engine.cli.options import Device, GemmShapes, LinearShapes, Predicted, Result
-from fp8engine.cli.shared import Answer, app, command, console, device_named, in_one_line, say, table
+from fp8engine.cli.shared import Answer, app, command, console, device_named, say, table
 from fp8engine.errors import BackendError, ShapeError
 from fp8engine.numerics.cards import CARDS, card_named
 
@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     import torch
 
 HELP = "Measure the matmuls, layers and models on this machine; predict without a card."
-MOVED = {"amp": "amp", "block": "block", "quantize": "casts", "tune": "tune"}  # command -> module of benchmarks/
 bench = typer.Typer(no_args_is_help=True, help=HELP)
 app.add_typer(bench, name="bench")
 ERROR = (
@@ -75,19 +74,6 @@ def predict(
     else:
         found = of_model(load_sizes(target), tokens, on)
     return Answer({"target": target, **found}, lambda: _tell_prediction(f"{target} on {on.title}", found))
-
-
-def moved(ctx: typer.Context) -> None:
-    """A hidden command that says where it is now."""
-    name = str(ctx.info_name)
-    where = f"run python -m benchmarks.{MOVED[name]} in a checkout of the repository"
-    with in_one_line():
-        raise BackendError(f"'bench {name}' has left the package: {where}")
-
-
-ANYTHING = {"allow_extra_args": True, "ignore_unknown_options": True}
-for _name in MOVED:
-    bench.command(_name, hidden=True, context_settings=ANYTHING)(moved)
 
 
 def _where(asked: str | None) -> torch.device:
