@@ -113,6 +113,7 @@ def shared_memory(operation: str, config: Config) -> int:
     return max(config.stages * stage + 2 * elements, fewer * stage + 4 * halves) + BARRIERS
 
 
+@functools.lru_cache(maxsize=4096)
 def programs(operation: str, config: Config, where: torch.device) -> int:
     """How many programs of a configuration a multiprocessor surely holds, whatever their epilogue: at least 1.
 
@@ -127,6 +128,7 @@ def programs(operation: str, config: Config, where: torch.device) -> int:
     return max(1, min(by_shared_memory, REGISTERS // (MOST_REGISTERS * config.warps)))
 
 
+@functools.lru_cache(maxsize=4096)
 def pick(operation: str, capability: tuple[int, int], m: int, n: int, aligned: bool = True) -> Config:
     """The configuration for an M x N result on a card: the same answer every time.
 
