@@ -106,6 +106,14 @@ def test_gradients_of_weights_or_of_the_input_alone(recipe: str, needs: str):
     assert same(tables(plain), tables(recomputed))
 
 
+def by_block(blocks: Any, inside: bool = False) -> None:
+    """Compile each of them; inside: with its checkpoint in its graph."""
+    for block in blocks:
+        if inside:
+            block.forward = checkpointed(block.forward)
+        block.compile(fullgraph=True, backend="aot_eager")
+
+
 WHERE = {"inside": None, "around": False, "around, reentrant": True}
 
 
@@ -117,11 +125,8 @@ WHERE = {"inside": None, "around": False, "around, reentrant": True}
 def test_blocks_compiled_one_by_one(recipe: str, where: str):
     """A checkpoint around a graph runs all of it again: what it counts, it counts once."""
     plain, regional = net(recipe), net(recipe, WHERE[where])
-    for model in (plain, regional):
-        for block in model.get_submodule("blocks").children():
-            if where == "inside" and model is regional:
-                block.forward = checkpointed(block.forward)
-            block.compile(fullgraph=True, backend="aot_eager")
+    by_block(plain.get_submodule("blocks").children())
+    by_block(regional.get_submodule("blocks").children(), inside=where == "inside")
     assert train(net(recipe)) == train(plain) == train(regional)
     assert same(tables(plain), tables(regional))
 
@@ -146,9 +151,7 @@ def test_attention_blocks_checkpointed_inside_of_their_graphs(recipe: str):
     for compiled in (False, True):
         torch.manual_seed(0)
         model = converted(nn.Sequential(Attending(), Attending()), recipe)
-        for block in model if compiled else ():
-            block.forward = checkpointed(block.forward)
-            block.compile(fullgraph=True, backend="aot_eager")
+        by_block(model if compiled else (), inside=True)
         losses.append(train(model))
     assert losses[0] == losses[1]
 

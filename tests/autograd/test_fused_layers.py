@@ -39,30 +39,41 @@ ROWS = (24, 24, 40, 24)
 K, F = 48, 40
 
 
+def shapes(kind: str, two: bool = False) -> list[tuple[int, int]]:
+    """(in, out) of the layers of an MLP; two: gate and up are a layer each."""
+    return [(K, F), (K, F), (F, K)] if two else [(K, F * (1 + ACTIVATIONS[kind].gated)), (F, K)]
+
+
+# Norm, layers, activation, and whether with a root: outside of its forward, layers would each cast the input that they
+# share.  Two layers behind a norm: FP32 sums of two gradients do not depend on their order.
+FORMS = {
+    **{str(norm): (norm, [(K, F), (K, 16)], "", True) for norm in NORMS},
+    **{kind: (LAYER, shapes(kind), kind, False) for kind in ACTIVATIONS},
+    "gate and up": (None, shapes("geglu", two=True), "geglu", True),
+    "norm, gate and up": (NORMS[0], shapes("geglu", two=True), "geglu", True),
+}
+
+
+@pytest.mark.few(100)
 @pytest.mark.parametrize("memory", EXACT, ids=str)
-@pytest.mark.parametrize("norm", NORMS, ids=str)
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("recipe", FP8_RECIPES)
-def test_in_fp32_it_is_norm_and_layers_apart_bit_for_bit(recipe, norm, memory):
-    """Two layers: FP32 sums of two gradients do not depend on their order."""
-    assert_as_apart(Model(recipe, norm, [(48, 40), (48, 16)]), ROWS, memory, root=True)
+def test_in_fp32_it_is_its_pieces_bit_for_bit(recipe: str, form: str, memory: Memory):
+    norm, sizes, kind, root = FORMS[form]
+    assert_as_apart(Model(recipe, norm, sizes, kind=kind), ROWS, memory, root)
 
 
-@pytest.mark.parametrize("memory", EXACT, ids=str)
+@pytest.mark.parametrize("form", ["norm", "gated", "gate and up"])
 @pytest.mark.parametrize("recipe", [name for name in FP8_RECIPES if name != "rowwise_gw_hp"])
-def test_in_bf16_the_norm_is_rounded_once(recipe, memory):
-    with torch.autocast("cpu", dtype=torch.bfloat16):  # an FP32 norm beside BF16 weights, for the layers apart
-        assert_as_apart(Model(recipe, LAYER, [(160, 24)], torch.bfloat16), ROWS, memory)
-
-
-@pytest.mark.parametrize("recipe", ["current", "rowwise"])
-def test_layers_behind_torchs_own_norm_in_bf16_read_the_same_codes(recipe):
-    """But where torch's FP32 norm is another one an ulp away from a tie: a value in 2^15, moved by 2^-8."""
-    model = Model(recipe, LAYER, [(160, 24)], torch.bfloat16)
-    ((x, _),) = batches((64,), 160, (24,), torch.bfloat16)
-    norm = torch.nn.functional.layer_norm(x, (160,), model.gamma, model.beta, LAYER.eps)
-    (layer,) = model.layers
-    (y,) = model(x)
-    assert sqnr(y, layer(norm)) > 60
+def test_in_bf16_results_and_gradients_between_are_rounded_once(recipe: str, form: str):
+    """To 16 bits: from there FP8 in both orientations, and db its sums."""
+    if form == "norm":
+        with torch.autocast("cpu", dtype=torch.bfloat16):  # an FP32 norm beside BF16 weights, for the layers apart
+            for memory in EXACT:
+                assert_as_apart(Model(recipe, LAYER, [(160, 24)], torch.bfloat16), ROWS, memory)
+    else:
+        two = form == "gate and up"
+        assert_as_apart(Model(recipe, None, shapes("swiglu", two), torch.bfloat16, kind="swiglu"), ROWS, root=two)
 
 
 def test_layers_whose_casts_differ_read_16_bits():
@@ -134,34 +145,6 @@ def test_an_rms_norm_with_a_beta():
     rms = torch.nn.functional.rms_norm(x.detach(), (48,), model.gamma, model.which.eps) + model.beta
     y = linear(rms, n.weight, n.bias, n.numerics)
     assert torch.equal(step(model, x, dys)["beta"], torch.autograd.grad(y, rms, dys[0])[0].sum(0))
-
-
-def shapes(kind: str, two: bool = False) -> list[tuple[int, int]]:
-    """(in, out) of the layers of an MLP; two: gate and up are a layer each."""
-    return [(K, F), (K, F), (F, K)] if two else [(K, F * (1 + ACTIVATIONS[kind].gated)), (F, K)]
-
-
-@pytest.mark.few(60)
-@pytest.mark.parametrize("memory", EXACT, ids=str)
-@pytest.mark.parametrize("kind", ACTIVATIONS)
-@pytest.mark.parametrize("recipe", FP8_RECIPES)
-def test_in_fp32_it_is_its_pieces_bit_for_bit(recipe, kind, memory):
-    assert_as_apart(Model(recipe, NORMS[2], shapes(kind), kind=kind), ROWS, memory)
-
-
-@pytest.mark.parametrize("norm", [None, NORMS[0]], ids=str)
-@pytest.mark.parametrize("memory", EXACT, ids=str)
-@pytest.mark.parametrize("recipe", FP8_RECIPES)
-def test_gate_and_up_as_two_layers(recipe, memory, norm):
-    # With a root: outside of its forward, gate and up would each cast the input that they share.
-    assert_as_apart(Model(recipe, norm, shapes("geglu", two=True), kind="geglu"), ROWS, memory, root=True)
-
-
-@pytest.mark.parametrize("two", [False, True])
-@pytest.mark.parametrize("recipe", [name for name in FP8_RECIPES if name != "rowwise_gw_hp"])
-def test_in_bf16_results_and_gradients_between_are_rounded_once(recipe, two):
-    """To 16 bits: from there FP8 in both orientations, and db its sums."""
-    assert_as_apart(Model(recipe, None, shapes("swiglu", two), torch.bfloat16, kind="swiglu"), ROWS, root=two)
 
 
 # gate and up in E4M3 are 31.5 dB each, and so is a norm's input; what differs a little rounds anew, so that either

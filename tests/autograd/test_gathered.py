@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -20,7 +21,6 @@ ROW = Cast(fe.E4M3, PerRow())
 
 
 def gathered(weight_NK: torch.Tensor, recipe: Recipe) -> GatheredWeight:
-    """The weight as ranks would have cast it."""
     how = recipe.forward[1]
     q = casts.quantize(weight_NK, replace(how, scaling="current"))
     found = GatheredWeight(q.data, q.scale, how.granularity, weight_NK.dtype)
@@ -53,32 +53,28 @@ def test_both_directions_read_what_a_cast_of_the_weight_gives(recipe: str | Reci
     assert abs(errors[0] - errors[1]) < 0.01
 
 
+ROW_EXACT = "its dgrad casts the weight E4M3 per column, which its codes E4M3 per row do not give exactly"
+WIDE: dict[str, Any] = {
+    "weight_for_dgrad": Cast(fe.BF16),
+    "grad_output": Cast(fe.BF16),
+    "input_for_wgrad": Cast(fe.BF16),
+}
+DGRAD_IN_16_BITS = Recipe(name="dgrad in 16 bits", input=Cast(fe.E4M3), weight=Cast(fe.E4M3), **WIDE)
+
+
 @pytest.mark.parametrize(
     ("recipe", "why"),
     [
-        (resolve("bf16"), "its forward reads the weight in BF16"),
-        (resolve("delayed"), ""),
-        (resolve("blockwise"), ""),
-        (
-            Recipe(
-                name="dgrad in 16 bits",
-                input=Cast(fe.E4M3),
-                weight=Cast(fe.E4M3),
-                weight_for_dgrad=Cast(fe.BF16),
-                grad_output=Cast(fe.BF16),
-                input_for_wgrad=Cast(fe.BF16),
-            ),
-            "its dgrad reads the weight in BF16",
-        ),
-        (
-            fe.rowwise(power_of_2=False),
-            "its dgrad casts the weight E4M3 per column, which its codes E4M3 per row do not give exactly",
-        ),
+        ("bf16", "its forward reads the weight in BF16"),
+        ("delayed", ""),
+        ("blockwise", ""),
+        (DGRAD_IN_16_BITS, "its dgrad reads the weight in BF16"),
+        (fe.rowwise(power_of_2=False), ROW_EXACT),
     ],
-    ids=lambda value: value if isinstance(value, str) else value.name,
+    ids=lambda value: getattr(value, "name", value),
 )
-def test_why_a_weight_is_gathered_in_high_precision(recipe: Recipe, why: str):
-    assert why_not(recipe) == why
+def test_why_a_weight_is_gathered_in_high_precision(recipe: str | Recipe, why: str):
+    assert why_not(resolve(recipe)) == why
 
 
 def test_a_call_enters_the_slot_as_a_cast_does():

@@ -23,7 +23,6 @@ def step(model: Chain, x: torch.Tensor) -> Float8Tensor:
 
 
 def output_of(model: Chain) -> Any:
-    """The slot of what `up` makes."""
     return fe.scaling_state(model)["up.output"]
 
 

@@ -2,14 +2,13 @@
 
 import copy
 import io
+import operator
 import pickle
 
 import numpy as np
 import pytest
 import torch
-from chains import chain, storing
-from support import converted, sqnr
-from torch import nn
+from chains import chain
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
@@ -54,10 +53,6 @@ class Tripled(torch.autograd.Function):
         return 3 * dy
 
 
-def own_gradient(h):
-    return h * torch.autograd.grad((h * h).sum(), h, retain_graph=True)[0].detach()
-
-
 def leaf(h):
     d = h.detach().requires_grad_()
     (d * d).sum().backward()
@@ -90,7 +85,7 @@ READ = {
     "split": lambda h: torch.cat(h.split(25, 1)[::-1], 1) * RISING,
     "as_strided": lambda h: h.as_strided((3, 5), (50, 2), 4) * 2,
     "sort": lambda h: h.sort(-1).values * RISING,
-    "autograd.grad": own_gradient,
+    "autograd.grad": lambda h: h * torch.autograd.grad((h * h).sum(), h, retain_graph=True)[0].detach(),
     "a leaf made of it": leaf,
     "hook": hooked,
     "Function": Cube.apply,
@@ -99,18 +94,6 @@ READ = {
     "vmap": lambda h: torch.func.vmap(lambda row: row * row)(h),
     "same memory": lambda h: h * (h.data_ptr() == h.data.data_ptr() != 0) * h.detach().share_memory_().is_shared(),
 }
-
-
-def plus(h):
-    h += 1
-
-
-def set_data(h):
-    h.data = h.data * 3
-
-
-def by_numpy(h):
-    h.detach().numpy()[0] = 5
 
 
 def items(h):
@@ -146,13 +129,13 @@ def dropout(h):
 
 
 WRITTEN_BY = {
-    "+=": plus,
+    "+=": lambda h: operator.iadd(h, 1),
     "relu": lambda h: F.relu(h, inplace=True),
     "dropout": dropout,
     "data": lambda h: h.data.mul_(2),
-    "data =": set_data,
+    "data =": lambda h: setattr(h, "data", h.data * 3),
     "detach": lambda h: h.detach().mul_(2),
-    "numpy": by_numpy,
+    "numpy": lambda h: h.detach().numpy().__setitem__(0, 5),
     "dlpack": lambda h: torch.from_dlpack(h.detach()).mul_(2),
     "apply_": lambda h: h.detach().apply_(lambda value: 2 * value),
     "view": lambda h: h.view(-1)[3:7].mul_(3),
@@ -246,34 +229,6 @@ def test_printed_and_refused_it_is_an_ordinary_tensor():
     assert np.array_equal(h.numpy(force=True), h.dequantize().detach().numpy())
     with pytest.raises(fe.errors.ShapeError, match=r"\[6, 50\].*\[50, 6\]"):
         h.data = torch.ones(50, 6)
-
-
-def sequence(recipe) -> nn.Sequential:
-    torch.manual_seed(11)
-    layers = nn.Linear(20, 50), nn.ReLU(inplace=True), nn.Linear(50, 30), nn.Dropout(0.5, inplace=True)
-    return converted(nn.Sequential(*layers), overrides={"0": recipe, "2": recipe})
-
-
-def test_a_model_that_writes_between_its_layers_trains_as_it_does_with_ordinary_results():
-    arrays, in_fp8 = [], []
-    models = sequence(storing()), sequence(fe.current())
-    for model in models:
-        model[0].register_forward_hook(lambda module, inputs, y: in_fp8.append(isinstance(y, Float8Tensor)))
-        model[0].register_forward_hook(lambda module, inputs, y: arrays.append(y.detach().numpy()))
-        model[2].register_forward_hook(lambda module, inputs, y: y.mul_(2))
-    for step in range(4):
-        x = torch.randn(64, 20, generator=torch.Generator().manual_seed(step))
-        for model in models:
-            model.zero_grad()
-            torch.manual_seed(step)
-            y = model(x)
-            y.square().sum().backward()
-    for stored, plain in zip(models[0].parameters(), models[1].parameters(), strict=True):
-        # Values that differ by an E4M3 cast, 31.5 dB, are rounded anew everywhere.  Two E5M2 casts of gradients lie
-        # above the first layer, 25.6 dB each in both models: 25.6 - 6 = 19.6 dB, and 2 dB for small matrices.
-        assert sqnr(plain.grad, stored.grad) > 17.6
-    assert in_fp8 == [False, False, *[True, False] * 3]  # the first step finds the scales
-    assert len(arrays) == 8
 
 
 # torch 2.13's Dynamo looks at .grad of a graph's input, which is no leaf.

@@ -15,7 +15,6 @@ from fp8engine.ops.tensor import Float8Tensor
 
 
 def gradients(model: Chain, x: torch.Tensor, dy: torch.Tensor) -> list[torch.Tensor]:
-    """y, dx and the gradients of all parameters."""
     x = x.detach().requires_grad_()
     y = model(x)
     return [y.detach(), *torch.autograd.grad(y, [x, *model.parameters()], dy)]

@@ -88,17 +88,3 @@ def test_a_layer_in_16_bits_takes_them_all(asked: str):
     plain = nn.Sequential(nn.Linear(32, 48), nn.GELU(), nn.Linear(48, 16))
     plain.load_state_dict(ours.state_dict())
     torch.testing.assert_close(call(ours, batch(0)), call(plain, batch(0)), rtol=0, atol=0)  # the same operations
-
-
-@pytest.mark.parametrize(
-    ("layer", "name"),
-    [
-        (lambda: fe.LayerNormLinear(32, 16, recipe="current"), "linear"),
-        (lambda: fe.LayerNormMLP(32, 16, recipe="current"), "up"),
-    ],
-)
-def test_a_fused_layer_refuses_grad_by_name(layer, name: str):
-    module = layer()
-    with pytest.raises(fe.errors.GradientError, match=f"^{name}: .*torch.func's transforms"):
-        grad(lambda x: module(x).sum())(batch(0))
-    assert module(batch(0)).requires_grad  # and goes on as before

@@ -23,7 +23,6 @@ everything of that kind fixed to what any x86-64 CPU can do:
 
 Weights and batches are made of integers, so that nothing hangs on how random normal numbers are computed.  The
 optimizer is SGD: torch.sqrt, which Adam needs, is MKL's, which differs from one CPU to the next under every pin.
-agree.py beside this file checks the independence on other (emulated) CPUs, and which pins this machine needs.
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ def environment() -> dict[str, str]:
     """This process's environment with every pin in it, and this checkout on the path."""
     from numpy._core._multiarray_umath import __cpu_dispatch__  # which features, differs from one numpy to the next
 
-    path = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
+    path = os.pathsep.join(map(str, (ROOT, ROOT / "tests", ROOT / "tests/helpers")))
     return {**os.environ, **PINNED, "NPY_DISABLE_CPU_FEATURES": " ".join(__cpu_dispatch__), "PYTHONPATH": path}
 
 
@@ -92,9 +91,9 @@ def versions() -> dict[str, str]:
     return {name: version(name).split("+")[0] for name in ("torch", "transformers", "numpy")}
 
 
-def start(group: str, out: Path, env: dict[str, str] | None = None) -> None:
-    """Record a group in a process of its own.  env: instead of `environment()`.  Raises CalledProcessError."""
-    subprocess.run([sys.executable, __file__, str(out), f"--here={group}"], check=True, env=env or environment())
+def start(group: str, out: Path) -> None:
+    """Record a group in a process of its own.  Raises CalledProcessError."""
+    subprocess.run([sys.executable, __file__, str(out), f"--here={group}"], check=True, env=environment())
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -103,27 +102,15 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def differences(wanted: dict[str, dict], found: dict[str, dict]) -> Iterator[str]:
-    """A line for each run that differs, with the first step at which it does."""
+    """A line for each run that differs: in what, and where first; steps and decisions are counted from 1."""
     for name in sorted(wanted.keys() | found.keys()):
         if name not in wanted or name not in found:
             yield f"{name}: only {'recorded before' if name in wanted else 'found now'}"
-        elif wanted[name] != found[name]:
-            yield f"{name}: {_first(wanted[name], found[name])}"
-
-
-def _first(wanted: dict, found: dict) -> str:
-    for step in range(max(len(wanted["losses"]), len(found["losses"]))):
-        for what in ("losses", "gradients"):
-            one, other = wanted[what][step : step + 1], found[what][step : step + 1]
-            if one != other:
-                numbers = [float.fromhex(hex) for hex in one + other] if what == "losses" else one + other
-                return f"{what} differ first at step {step + 1}: {' -> '.join(map(str, numbers))}"
-    for one, other in zip(wanted["decisions"], found["decisions"], strict=False):
-        if one != other:
-            return f"decisions differ first at step {one.split()[0]}: {one!r} -> {other!r}"
-    if wanted["decisions"] != found["decisions"]:
-        return f"{len(wanted['decisions'])} decisions -> {len(found['decisions'])}"
-    return "the scaling state at the end differs, after equal losses, gradients and decisions"
+        elif what := [key for key in wanted[name] if wanted[name][key] != found[name][key]]:
+            one, other = (run[what[0]] for run in (wanted[name], found[name]))
+            one, other = (each if isinstance(each, list) else [each] for each in (one, other))
+            place = next((i for i, pair in enumerate(zip(one, other, strict=False)) if pair[0] != pair[1]), len(one))
+            yield f"{name}: {', '.join(what)}; {what[0]} first at {place + 1}: {one[place:][:1]} -> {other[place:][:1]}"
 
 
 def main(out: str, *names: str) -> None:

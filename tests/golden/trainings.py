@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from support import converted
 from torch import nn
 
 import fp8engine as fe
@@ -81,7 +81,6 @@ def integers(model: Any, seed: int = 0) -> Any:
 
 
 def tokens(step: int, vocabulary: int = VOCABULARY) -> Any:
-    """Token ids of a step: 2 rows of 32."""
     return torch.randint(0, vocabulary, (2, 32), generator=torch.Generator().manual_seed(1000 + step))
 
 
@@ -127,21 +126,9 @@ class Training:
         return found
 
 
-def converted(model: Any, recipe: Any, **options: Any) -> Any:
-    """fe.convert without its warning of emulation."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", fe.errors.EmulationWarning)
-        return fe.convert(model, recipe, **options)
-
-
 def named(recipe: str) -> Any:
     """The recipe of a name; `auto` with an interval at which 20 steps hold several decisions."""
     return fe.auto(interval=4) if recipe == "auto" else recipe
-
-
-def recipes() -> list[str]:
-    """Every recipe with a name."""
-    return list(RECIPES)
 
 
 def gpt(recipe: str, steps: int = STEPS) -> Training:
@@ -165,7 +152,6 @@ def plain_llama(**options: Any) -> Any:
 
 
 def training(model: Any, steps: int = STEPS) -> Training:
-    """Of a language model of transformers, on tokens it shall predict."""
     return Training(model, lambda step: model(input_ids=tokens(step), labels=tokens(step)).loss, steps)
 
 
@@ -234,7 +220,6 @@ def blocks(recipe: Any, **options: Any) -> Training:
 
 
 def mlps(recipe: Any, **options: Any) -> Training:
-    """fe.LayerNormLinear, then fe.LayerNormMLP."""
     first = lambda: fe.LayerNormLinear(WIDTH, WIDTH, recipe=recipe)  # noqa: E731 - one use
     second = lambda: fe.LayerNormMLP(WIDTH, INNER, recipe=recipe, **options)  # noqa: E731 - one use
     return made_by_hand(lambda: torch.nn.Sequential(first(), second()))
@@ -249,7 +234,6 @@ def baseline() -> Training:
 
 
 def more() -> dict[str, Callable[[], Training]]:
-    """Beyond Linear: name -> what makes the training."""
     found: dict[str, Callable[[], Training]] = {
         "fused_checkpointed_llama/delayed": lambda: checkpointed_llama(False, "delayed", fuse=True),
         "checkpointed_llama/delayed": lambda: checkpointed_llama(False, "delayed"),
@@ -277,13 +261,12 @@ def more() -> dict[str, Callable[[], Training]]:
 
 
 def groups() -> dict[str, dict[str, Callable[[], Training]]]:
-    """Group -> run -> what makes the training."""
     models = {"gpt": {"gpt": gpt}, "transformers": {"llama": llama, "gpt2": gpt2}}
     found = {
         group: {
             f"{model}/{recipe}": lambda make=make, recipe=recipe: make(recipe)
             for model, make in some.items()
-            for recipe in recipes()
+            for recipe in RECIPES
             if model == "gpt" or recipe != "fp32"  # of an FP32 model fe.convert refuses "fp32": nothing to convert
         }
         for group, some in models.items()

@@ -39,7 +39,6 @@ SUMMED_IN_16_BITS = 2.0**-7  # of each part and of the sum: 2^-9 each
 
 
 def halves(step: int) -> list[torch.Tensor]:
-    """What each rank reads."""
     first, second = torch.randn(RANKS, 2, 12, WIDTH, generator=torch.Generator().manual_seed(step))
     return [first, first if step == 0 else 2 * second]
 

@@ -124,29 +124,19 @@ def test_a_resumed_run_is_the_uninterrupted_one(stop: int, call: str, recipe: st
             assert differences(found, {name: wanted[name] for name in found}) == []
 
 
-def without_gradients(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    with torch.no_grad():
-        return model(x)
-
-
-def in_eval_mode(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    model.eval()
-    y = without_gradients(model, x)
+def evaluate(model: nn.Module, x: torch.Tensor, how: str) -> None:
+    model.train(how != "eval")
+    with torch.inference_mode() if how == "inference_mode" else torch.no_grad():
+        model(x)
     model.train()
-    return y
-
-
-def in_inference_mode(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    with torch.inference_mode():
-        return model(x)
 
 
 @pytest.mark.short
 @pytest.mark.slow
 @pytest.mark.few(8)
 @every_recipe
-@pytest.mark.parametrize("evaluate", [without_gradients, in_eval_mode, in_inference_mode], ids=lambda f: f.__name__)
-def test_an_evaluation_between_steps_changes_nothing(evaluate: Callable, recipe: str, subtests: pytest.Subtests):
+@pytest.mark.parametrize("how", ["no_grad", "eval", "inference_mode"])
+def test_an_evaluation_between_steps_changes_nothing(how: str, recipe: str, subtests: pytest.Subtests):
     """But the counts of what was cast.  Of large values too: a scale that follows them would show."""
     for row in under("evaluation", recipe):
         with subtests.test(row.name):
@@ -154,8 +144,8 @@ def test_an_evaluation_between_steps_changes_nothing(evaluate: Callable, recipe:
 
             def after_two_evaluations(x, model=model):
                 state, before = torch.get_rng_state(), tables(model)
-                evaluate(model, x.detach() * 1000)
-                evaluate(model, x.detach())
+                evaluate(model, x.detach() * 1000, how)
+                evaluate(model, x.detach(), how)
                 assert differences(tables(model), before, but=COUNTS) == []
                 torch.set_rng_state(state)
                 return model(x)
@@ -164,32 +154,27 @@ def test_an_evaluation_between_steps_changes_nothing(evaluate: Callable, recipe:
             assert differences(found, straight(row, recipe), but=COUNTS) == []
 
 
-def by_deepcopy(model: nn.Module) -> nn.Module:
-    return copy.deepcopy(model)
-
-
-def by_pickle(model: nn.Module) -> nn.Module:
-    return pickle.loads(pickle.dumps(model))
-
-
-def by_torch_save(model: nn.Module) -> nn.Module:
+def saved(model: nn.Module) -> nn.Module:
     file = io.BytesIO()
     torch.save(model, file)
     file.seek(0)
     return torch.load(file, weights_only=False)
 
 
+COPIES = {"deepcopy": copy.deepcopy, "pickle": lambda model: pickle.loads(pickle.dumps(model)), "torch.save": saved}
+
+
 @pytest.mark.short
 @pytest.mark.slow
 @pytest.mark.few(8)
 @every_recipe
-@pytest.mark.parametrize("copied", [by_deepcopy, by_pickle, by_torch_save], ids=lambda f: f.__name__)
-def test_a_copy_trains_as_the_original_and_apart_from_it(copied: Callable, recipe: str, subtests: pytest.Subtests):
+@pytest.mark.parametrize("how", COPIES)
+def test_a_copy_trains_as_the_original_and_apart_from_it(how: str, recipe: str, subtests: pytest.Subtests):
     for row in under("copy", recipe):
         with subtests.test(row.name):
             model = row.build(RECIPES[recipe])
             trained(model, range(2))
-            other, before = copied(model), tables(model)
+            other, before = COPIES[how](model), tables(model)
             wanted = straight(row, recipe)
             found = trained(other, range(2, STEPS))
             assert differences(found, {name: wanted[name] for name in found}) == []

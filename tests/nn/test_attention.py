@@ -19,7 +19,6 @@ OUTPUT_DB, GRADIENT_DB = 22.0, 17.0
 
 
 def torchs(layer: fe.Attention, context_size: int) -> nn.MultiheadAttention:
-    """torch's attention with the same parameters."""
     size = {"kdim": context_size, "vdim": context_size, "batch_first": True, "dtype": torch.float64}
     own = nn.MultiheadAttention(layer.q_proj.in_features, layer.heads.count, **size)
     parts = [getattr(layer, name) for name in PROJECTIONS]
@@ -38,7 +37,6 @@ def torchs(layer: fe.Attention, context_size: int) -> nn.MultiheadAttention:
 @pytest.mark.parametrize(("context_size", "t", "s"), [(None, 7, 7), (32, 9, 5), (48, 1, 7), (40, 6, 6)])
 @pytest.mark.parametrize("recipe", [*FP8_RECIPES, "fp32"])
 def test_it_is_torchs_multihead_attention(recipe: str, context_size: int | None, t: int, s: int, masked: bool):
-    """Without a context, and with one of so many columns."""
     torch.manual_seed(t)
     layer: Any = fe.Attention(32, fe.Heads(4, context_size=context_size), True, recipe=recipe)
     own: Any = torchs(layer, context_size or 32)
@@ -97,20 +95,24 @@ def test_a_cache_holds_the_projected_context():
         layer(x[:1], cache=cache, context=context[:1])
 
 
+DIVIDE, WINDOW = "heads divide the columns", "a query sees the last so many keys"
+
+
 @pytest.mark.parametrize(
-    ("hidden", "heads"),
-    [(30, 4), (32, fe.Heads(4, of_keys=3)), (32, 0), (32, fe.Heads(4, of_keys=0)), (32, fe.Heads(4, width=0))],
-    ids=str,
+    ("hidden", "heads", "words"),
+    [
+        (30, fe.Heads(4), DIVIDE),
+        (32, fe.Heads(4, of_keys=3), DIVIDE),
+        (32, fe.Heads(0), DIVIDE),
+        (32, fe.Heads(4, of_keys=0), DIVIDE),
+        (32, fe.Heads(4, width=0), DIVIDE),
+        (32, fe.Heads(4, causal=True, window=0), WINDOW),
+        (32, fe.Heads(4, window=3), WINDOW),
+    ],
 )
-def test_heads_that_do_not_divide_are_refused(hidden: int, heads):
-    with pytest.raises(ShapeError, match="heads divide the columns"):
+def test_heads_that_do_not_fit_are_refused(hidden: int, heads: fe.Heads, words: str):
+    with pytest.raises(ShapeError, match=words):
         fe.Attention(hidden, heads, recipe="current")
-
-
-@pytest.mark.parametrize("heads", [fe.Heads(4, causal=True, window=0), fe.Heads(4, window=3)], ids=str)
-def test_a_window_that_shows_nothing_or_is_not_causal_is_refused(heads):
-    with pytest.raises(ShapeError, match="a query sees the last so many keys"):
-        fe.Attention(32, heads, recipe="fp32")
 
 
 def test_positions_are_of_this_calls_tokens():
@@ -125,13 +127,6 @@ def test_positions_are_of_this_calls_tokens():
             layer(x[:rows, :tokens], positions=torch.zeros(shape, dtype=torch.int64))
 
 
-@pytest.mark.parametrize("order", [{"causal": True}, {"theta": 1e4}, {"causal": True, "window": 2}], ids=str)
-def test_heads_with_an_order_take_no_context(order: dict):
-    layer = fe.Attention(32, fe.Heads(4, **order), recipe="current")
-    with pytest.raises(ShapeError, match="Heads without causal, window and theta"):
-        layer(torch.randn(2, 5, 32), context=torch.randn(2, 7, 32))
-
-
 def test_contexts_that_do_not_fit_are_refused():
     layer = fe.Attention(32, fe.Heads(4, context_size=48), recipe="current")
     x = torch.randn(2, 5, 32)
@@ -142,6 +137,9 @@ def test_contexts_that_do_not_fit_are_refused():
         layer(x, context=torch.randn(2, 7, 32))
     with pytest.raises(ShapeError, match="k_proj"):
         layer(x)
+    for order in (fe.Heads(4, causal=True), fe.Heads(4, theta=1e4), fe.Heads(4, causal=True, window=2)):
+        with pytest.raises(ShapeError, match="Heads without causal, window and theta"):
+            fe.Attention(32, order, recipe="current")(x, context=torch.randn(2, 7, 32))
     for context in ({"context": x}, {"context_mask": torch.ones(2, 5, dtype=torch.bool)}):
         with pytest.raises(ShapeError, match="context or its mask is given, and the layer has no cross attention"):
             fe.TransformerLayer(32, 48, 4, recipe="current")(x, **context)

@@ -35,12 +35,10 @@ def calls() -> Any:
 
 
 def asked_for(model: nn.Module, asked: str = "fp8") -> Any:
-    """The model, whose attention is asked into FP8."""
     return fe.convert(model, "bf16", attention=asked)
 
 
 def ran(model: nn.Module) -> list[str]:
-    """In what each attention ran."""
     return [row["ran"] for row in fe.inspect(model).attention]
 
 
@@ -55,20 +53,29 @@ def test_one_head_of_keys_that_torch_broadcasts_is_shared():
     assert torch.equal(shared, attn(q, k, k, is_causal=True))
 
 
+NO_HEADS, UNEVEN = r"FP8 attention takes \[batch, heads, T, D\]", "heads that share those of k evenly"
+
+
+# A scale that is not positive without causality: with it torch's kernel for a CPU gives -Inf times the scale, NaN.
 @pytest.mark.parametrize(
-    ("shapes", "why"),
+    ("q", "k", "scale", "why"),
     [
-        (((3, 5, 64), (3, 7, 64)), r"FP8 attention takes \[batch, heads, T, D\]"),
-        (((2, 1, 5, 64), (2, 4, 7, 64)), "heads that share those of k evenly"),
-        (((2, 4, 5, 64), (1, 4, 7, 64)), "heads that share those of k evenly"),
+        ((3, 5, 64), (3, 7, 64), None, NO_HEADS),
+        ((2, 1, 5, 64), (2, 4, 7, 64), None, UNEVEN),
+        ((2, 4, 5, 64), (1, 4, 7, 64), None, UNEVEN),
+        ((2, 4, 5, 32), (2, 4, 7, 32), None, "heads of 32 columns; FP8 attention takes 64, 96 or 128"),
+        ((2, 4, 5, 64), (2, 4, 7, 64), 0.0, "a scale of 0 for the scores"),
+        ((2, 4, 5, 64), (2, 4, 7, 64), -0.125, "a scale of -0.125 for the scores"),
     ],
 )
-def test_no_shape_is_left_in_16_bits_without_a_word(shapes: tuple, why: str):
-    q, k = map(torch.randn, shapes)
+def test_nothing_is_left_in_16_bits_without_a_word(q: tuple, k: tuple, scale: float | None, why: str):
+    given = [torch.randn(size, requires_grad=True) for size in (q, k, k)]
     attn = calls()
     with pytest.warns(AttentionWarning, match=why):
-        found = attn(q, k, k)
-    assert torch.equal(found, F.scaled_dot_product_attention(q, k, k))
+        found = attn(*given, scale=scale)
+    wanted = F.scaled_dot_product_attention(given[0], given[1], given[2], scale=scale)
+    assert torch.equal(found, wanted)
+    assert same(*(torch.autograd.grad(y.sum(), given) for y in (found, wanted)))
     assert (attn.fp8_softmax.ran, attn.fp8_softmax.why != "") == ("16 bits", True)
 
 

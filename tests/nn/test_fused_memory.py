@@ -1,13 +1,16 @@
-"""What fused layers keep for backward, measured with saved-tensor hooks, is what their docstrings say; and where."""
+"""What fused layers and TransformerLayer keep for backward, measured with saved-tensor hooks, byte for byte."""
 
-import gc
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from fused import MEMORIES, NORMS, Model, like
 from support import FP8_RECIPES, saved
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
+import fp8engine as fe
 from fp8engine.autograd import Memory
 from fp8engine.ops.reference.activations import ACTIVATIONS
 
@@ -17,10 +20,15 @@ BF16 = torch.bfloat16
 every_memory = pytest.mark.parametrize("memory", MEMORIES, ids=str)
 
 
-def size(model: nn.Module, dtype=BF16, needs=True, k: int = K) -> int:
-    """Bytes of what a forward keeps; what several layers keep is the same memory."""
-    kept = saved(model, torch.randn(M, k, dtype=dtype, requires_grad=needs))
-    return sum({t.untyped_storage().data_ptr(): t.nbytes for t in kept}.values())
+def bytes_of(model: nn.Module, x: torch.Tensor) -> int:
+    """What a forward keeps, each memory once, parameters left out."""
+    own = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    kept = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in saved(model, x)}
+    return sum(storage.nbytes() for pointer, storage in kept.items() if pointer not in own)
+
+
+def size(model: nn.Module, dtype=BF16, needs=True) -> int:
+    return bytes_of(model, torch.randn(M, K, dtype=dtype, requires_grad=needs))
 
 
 def operand(recipe: str, features: int) -> int:
@@ -80,27 +88,66 @@ def test_where_nothing_before_takes_a_gradient_the_operand_alone_is_kept(memory)
         assert size(like(mlp, mlp.call, memory), needs=False) == 0
 
 
-def test_a_graph_that_is_held_after_backward_holds_no_operand():
-    """A user keeps losses in a list: what forward made must go with backward."""
+class Sizes(NamedTuple):
+    """Of a layer, and of its input: batch sequences of t tokens."""
 
-    def codes() -> set[int]:
-        gc.collect()
-        return {id(t) for t in gc.get_objects() if type(t) is torch.Tensor and t.dtype == torch.float8_e4m3fn}
+    h: int
+    f: int
+    heads: int
+    kv_heads: int
+    batch: int
+    t: int
 
-    model = Model("current", RMS, [(K, F), (F, K)], BF16, kind="gelu")
-    before = codes()  # another test's
-    (y,) = model(torch.randn(M, K, dtype=BF16, requires_grad=True))
-    y.sum().backward()
-    assert y.grad_fn is not None
-    assert codes() <= before
+    @property
+    def kv(self) -> int:
+        return self.h // self.heads * self.kv_heads
 
 
-@pytest.mark.parametrize(
-    ("memory", "least"), [(Memory(), 1.55), (Memory(True, True), 1.95), (Memory(True, True, "fp8"), 3.9)]
-)
-def test_the_share_of_bf16(memory: Memory, least: float):
-    """Of a SwiGLU MLP of Llama's sizes, F = 3.5 K: plain PyTorch keeps x, the norm's result, gate and up, silu(gate)
-    and the product, 2 (2 K + 4 F) bytes a row; here 3 K + 5 F, 2 K + 4 F recomputed, K + 2 F from inputs in FP8."""
-    k, f = 128, 448
-    model = Model("current", RMS, [(k, 2 * f), (f, k)], BF16, kind="swiglu", bias=False)
-    assert 2 * M * (2 * k + 4 * f) / size(like(model, model.call, memory), k=k) > least
+SMALL = Sizes(256, 896, 8, 2, 3, 128)
+OTHER = Sizes(128, 320, 2, 1, 2, 64)
+# Options, and what is kept less than without them: bytes a token, and scales of tensors.
+OPTIONS: list[tuple[dict[str, Any], Callable[[Sizes], int], int]] = [
+    ({}, lambda size: 0, 0),
+    ({"recompute": "norm"}, lambda size: 2 * size.h, 2),
+    ({"recompute": "activation"}, lambda size: size.f, 1),
+    ({"recompute": True}, lambda size: 2 * size.h + size.f, 3),
+    # x, y, gate and up in FP8, with a scale a row
+    ({"recompute": True, "store": "fp8"}, lambda size: 4 * size.h + 3 * size.f - 4 * 4, 3),
+]
+
+
+def ours(size: Sizes) -> int:
+    """A token keeps x, q, k, v, o, y, gate, up; in FP8 norm, o, norm, product; numbers of the softmax and of norms.
+
+    A tensor has a scale: two norms, o and the product.  The rotation's cosines and sines are in FP32.
+    """
+    h, f, kv = size.h, size.f, size.kv
+    token = 2 * (4 * h + 2 * kv + 2 * f) + 3 * h + f + 4 * size.heads + 8
+    return size.batch * size.t * token + 4 * 4 + 4 * size.t * h // size.heads
+
+
+def kept_by(size: Sizes, checkpointed: bool = False, **options: Any) -> int:
+    """Bytes that a layer of those options keeps."""
+    heads = fe.Heads(size.heads, size.kv_heads, theta=1e4, causal=True)
+    common = {"bias": False, "recipe": "current", "norm": "rms", "dtype": BF16}
+    layer: Any = fe.TransformerLayer(size.h, size.f, heads, "swiglu", **{**common, **options})
+    network = nn.Module()
+    network.layer = layer
+    network.forward = lambda x: checkpoint(layer, x, use_reentrant=False) if checkpointed else layer(x)
+    return bytes_of(network, torch.randn(size.batch, size.t, size.h, dtype=BF16, requires_grad=True))
+
+
+@pytest.mark.parametrize(("options", "less", "scales"), OPTIONS)
+@pytest.mark.parametrize("size", [SMALL, OTHER], ids=str)
+def test_every_byte_of_a_transformer_layer(size: Sizes, options: dict, less: Callable[[Sizes], int], scales: int):
+    assert kept_by(size, **options) == ours(size) - size.batch * size.t * less(size) - 4 * scales
+
+
+def test_post_norm_keeps_the_inputs_of_its_norms_in_fp8_too():
+    kept, in_fp8 = (kept_by(SMALL, placement="post", recompute=True, store=store) for store in ("16 bits", "fp8"))
+    rows, h, f = SMALL.batch * SMALL.t, SMALL.h, SMALL.f
+    assert kept - in_fp8 == 2 * rows * (h - 4) + rows * (2 * f - 8)
+
+
+def test_under_a_checkpoint_the_input_alone_is_kept():
+    assert kept_by(OTHER, checkpointed=True) <= 2 * OTHER.batch * OTHER.t * OTHER.h

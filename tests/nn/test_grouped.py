@@ -115,44 +115,32 @@ def test_autocast_decides_the_dtype(recipe: str):
         assert torch.allclose(y.float(), layer(x, SIZES), rtol=2.0**-6, atol=2.0**-6)
 
 
+ROWS, SHAPE, DTYPE = torch.ones(144, 32), fe.errors.ShapeError, fe.errors.UnsupportedDtype
 BAD = [
-    ([5, 0, 130], r"sizes has shape \[3\]; want one number of rows for each of 4 experts", fe.errors.ShapeError),
-    ([5, 0, 130, 8], r"sum to 143, and the input has 144 rows", fe.errors.ShapeError),
-    ([5, -1, 131, 9], r"at least 0", fe.errors.ShapeError),
-    ([5.0, 0, 130, 9], r"numbers of rows are ints", fe.errors.UnsupportedDtype),
-    (torch.tensor([SIZES]), r"sizes has shape \[1, 4\]", fe.errors.ShapeError),
-    (torch.tensor([5, 0, 130, 8]), r"sum to 143", fe.errors.ShapeError),
-    (torch.tensor([5, -1, 131, 9]), r"at least 0", fe.errors.ShapeError),
-    (torch.tensor([5.0, 0, 130, 9]), r"sizes is torch.float32", fe.errors.UnsupportedDtype),
-    (torch.empty(4, dtype=torch.int64, device="meta"), r"on cpu and sizes on meta", fe.errors.BackendError),
+    (ROWS, [5, 0, 130], r"sizes has shape \[3\]; want one number of rows for each of 4 experts", SHAPE),
+    (ROWS, [5, 0, 130, 8], r"sum to 143, and the input has 144 rows", SHAPE),
+    (ROWS, [5, -1, 131, 9], r"at least 0", SHAPE),
+    (ROWS, [5.0, 0, 130, 9], r"numbers of rows are ints", DTYPE),
+    (ROWS, torch.tensor([SIZES]), r"sizes has shape \[1, 4\]", SHAPE),
+    (ROWS, torch.tensor([5, 0, 130, 8]), r"sum to 143", SHAPE),
+    (ROWS, torch.tensor([5, -1, 131, 9]), r"at least 0", SHAPE),
+    (ROWS, torch.tensor([5.0, 0, 130, 9]), r"sizes is torch.float32", DTYPE),
+    (ROWS, torch.empty(4, dtype=torch.int64, device="meta"), r"on cpu and sizes on meta", fe.errors.BackendError),
+    (torch.ones(4, 36, 32), SIZES, r"\[4, 36, 32\]; want \[T, 32\]", SHAPE),
+    (torch.ones(144, 31), SIZES, r"144x31 and 32x48", SHAPE),
+    (ROWS.double(), SIZES, "float64", DTYPE),
+    (ROWS.bfloat16(), SIZES, "bfloat16 and weight is torch.float32", DTYPE),
+    (ROWS.to("meta"), SIZES, "weight on cpu", fe.errors.BackendError),
 ]
 
 
-@pytest.mark.parametrize(("sizes", "message", "error"), BAD, ids=lambda value: str(value)[:24])
+@pytest.mark.parametrize(("x", "sizes", "message", "error"), BAD, ids=[message[:24] for _, _, message, _ in BAD])
 @pytest.mark.parametrize("recipe", ["current", "bf16"])
-def test_sizes_that_do_not_fit_are_named(recipe: str, sizes, message: str, error):
+def test_what_does_not_fit_is_named(recipe: str, x: torch.Tensor, sizes, message: str, error):
     layer = layer_of(recipe)
     layer.numerics.name = "layers.3.experts.up"
     with pytest.raises(error, match=rf"^layers\.3\.experts\.up: .*{message}"):
-        layer(torch.randn(144, 32), sizes)
-
-
-@pytest.mark.parametrize(
-    ("x", "error", "message"),
-    [
-        (torch.ones(4, 36, 32), fe.errors.ShapeError, r"\[4, 36, 32\]; want \[T, 32\]"),
-        (torch.ones(144, 31), fe.errors.ShapeError, r"144x31 and 32x48"),
-        (torch.ones(144, 32).double(), fe.errors.UnsupportedDtype, "float64"),
-        (torch.ones(144, 32).bfloat16(), fe.errors.UnsupportedDtype, "bfloat16 and weight is torch.float32"),
-        (torch.ones(144, 32, device="meta"), fe.errors.BackendError, "weight on cpu"),
-    ],
-    ids=["3-D", "columns", "FP64", "BF16", "meta"],
-)
-def test_inputs_that_do_not_fit_are_named(x: torch.Tensor, error, message: str):
-    layer = layer_of("current")
-    layer.numerics.name = "experts"
-    with pytest.raises(error, match=rf"^experts: .*{message}"):
-        layer(x, SIZES)
+        layer(x, sizes)
 
 
 def test_parameters_are_held_or_refused():

@@ -28,7 +28,6 @@ def model_of(recipe: str, form: str, dtype=torch.float32, memory: Memory = Memor
 
 
 def as_plain(model: Model) -> Model:
-    """A linear layer, as torch computes it."""
     return like(model, in_float64)
 
 
@@ -179,18 +178,6 @@ def test_what_is_refused_names_the_layer_and_counts_nothing(form: str, recipe: s
         with pytest.raises(fe.errors.ShapeError, match=rf"^layers\.0: {words}"):
             model(torch.randn(shape))
     assert tables(model)[2].sum() == 0
-
-
-@pytest.mark.parametrize("shape", [(4, 31), (2, 2, 33), (31,), (4, 0)], ids=str)
-def test_in_features_mismatch_has_nn_linears_words_and_the_layers_name(shape):
-    layer = fe.Linear(32, 16, recipe="current")
-    layer.numerics.name = "blocks.3.up"
-    rows = max(torch.Size(shape[:-1]).numel(), 1) if shape[-1] else 0
-    words = f"mat1 and mat2 shapes cannot be multiplied ({rows}x{shape[-1]} and 32x16)"
-    with pytest.raises(RuntimeError, match=re.escape(f"blocks.3.up: {words}: in_features is 32")):
-        layer(torch.randn(shape))
-    with pytest.raises(RuntimeError, match=re.escape(words)):
-        nn.Linear(32, 16)(torch.randn(rows, shape[-1]))
 
 
 @pytest.mark.parametrize("autocast", [False, True])

@@ -213,31 +213,6 @@ def test_another_word_is_refused(value):
         replace(fe.current(), cache_weights=value)
 
 
-class Changed(nn.Module):
-    """Two layers, the input changed in place between them."""
-
-    def __init__(self, how):
-        super().__init__()
-        self.a, self.b, self.how = nn.Linear(48, 16, bias=False), nn.Linear(48, 16, bias=False), how
-
-    def forward(self, x):
-        first = self.a(x)
-        self.how(x)
-        return first, self.b(x)
-
-
-HOW = {"x": lambda x: x.mul_(2), "a row": lambda x: x[0].fill_(7.0), "a view": lambda x: x.t().neg_()}
-
-
-@pytest.mark.parametrize("how", HOW)
-@pytest.mark.parametrize("recipe", FP8_RECIPES)
-def test_an_input_changed_in_place_between_two_layers_is_cast_again(recipe: str, how: str):
-    model, x = converted(Changed(HOW[how]), recipe), torch.randn(6, 48)
-    _, second = model(x)
-    assert torch.equal(second, model.b(x.clone()))
-    assert fe.scaling_state(model)["b.input"].amax == x.abs().max()
-
-
 @pytest.mark.parametrize("recipe", FP8_RECIPES)
 def test_the_same_tensor_in_the_next_step_enters_that_steps_history(recipe: str):
     """As of a benchmark, or a full-batch training; an evaluation on it does not hide the training step."""

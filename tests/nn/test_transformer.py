@@ -1,6 +1,5 @@
 """fe.TransformerLayer: outputs and every gradient against float64, for each way of building it; as a module."""
 
-import math
 from typing import Any
 
 import pytest
@@ -59,15 +58,19 @@ def test_every_form_against_float64(form: str):
     assert_near(step(layer, x, dy), exact_step(layer, x, dy), FP32_DB, FP32_DB)
 
 
+KEPT = ("llama", "bert", "gpt2", "phi")
 CASES = [(recipe, "llama", torch.float32) for recipe in FP8_RECIPES]
 # Without relu: the sign of what FP8 rounds is another one near 0, and its derivative jumps there.
 CASES += [("current", form, torch.float32) for form in FORMS if form not in ("llama", "opt")]
 CASES += [("delayed", "bert", torch.bfloat16), ("rowwise", "neox", torch.float16), ("bf16", "llama", torch.bfloat16)]
+CASES += [(f"{recipe}, kept in fp8", form, torch.float32) for recipe in ("delayed", "rowwise") for form in KEPT]
 
 
 @pytest.mark.parametrize(("recipe", "form", "dtype"), CASES)
 def test_recipes_and_dtypes_against_float64(recipe: str, form: str, dtype: torch.dtype):
-    layer, (x, dy) = make(form, recipe, dtype=dtype), data(dtype, rows=4, t=16)
+    recipe, kept, _ = recipe.partition(", kept")
+    options = {"recompute": True, "store": "fp8"} if kept else {}
+    layer, (x, dy) = make(form, recipe, dtype=dtype, **options), data(dtype, rows=4, t=16)
     found = step(layer, x, dy)
     assert found["y"].dtype == found["dx"].dtype == dtype
     assert_near(found, exact_step(layer, x, dy), OUTPUT_DB, GRADIENT_DB)
@@ -87,21 +90,6 @@ def test_recomputing_changes_no_bit(recipe: str, form: str, recompute: Any):
         assert_equal(step(again, x, dy), step(kept, x, dy))
 
 
-@pytest.mark.parametrize("form", ["llama", "bert", "gpt2", "phi"])
-@pytest.mark.parametrize("recipe", ["delayed", "rowwise"])
-def test_inputs_kept_in_fp8_change_gradients_alone_and_little(recipe: str, form: str):
-    layer, (x, dy) = make(form, recipe, recompute=True, store="fp8"), data(rows=4, t=16)
-    plain = fe.TransformerLayer(H, F, recipe=recipe, **FORMS[form])
-    plain.load_state_dict(layer.state_dict())
-    found, kept, wanted = step(layer, x, dy), step(plain, x, dy), exact_step(layer, x, dy)
-    assert sqnr(kept["y"], found["y"]) > (FP32_DB if form == "bert" else 1e9), "torch's norm, or ours, after a residual"
-    assert not torch.equal(found["dx"], kept["dx"])
-    # What is kept has errors of 31.5 dB, by row; three or four of them meet in a gradient, which has 24 dB at best.
-    worst = 10 * math.log10(1 + 4 * 10**-3.15 / 10**-2.4) + 0.5
-    for name in wanted.keys() - {"self_attn.k_proj.bias"}:
-        assert sqnr(wanted[name], found[name]) > min(sqnr(wanted[name], kept[name]), 24) - worst, name
-
-
 @pytest.mark.parametrize("placement", ["pre", "post", "parallel", "parallel shared"])
 def test_padding_is_not_seen_and_its_gradients_are_right(placement: str):
     layer, (x, dy) = make("gpt2", "fp32", placement=placement), data()
@@ -114,22 +102,16 @@ def test_padding_is_not_seen_and_its_gradients_are_right(placement: str):
 
 
 @pytest.mark.parametrize("form", ["llama", "bert"])
-@pytest.mark.parametrize("shape", [(1, 1), (5, 1), (1, 131)])
+@pytest.mark.parametrize("shape", [(1, 1), (5, 1), (1, 131), (0, 5)])
 def test_odd_shapes(shape: tuple[int, int], form: str):
     layer, (x, dy) = make(form, "blockwise", store="fp8", recompute=True), data(rows=shape[0], t=shape[1])
     found = step(layer, x, dy)
     assert found["y"].shape == found["dx"].shape == x.shape
+    if not shape[0]:
+        assert not any(grad.any() for grad in found.values())
+        return
     wanted = exact_step(layer, x, dy)
-    for name in ("y", "dx"):
-        assert sqnr(wanted[name], found[name]) > GRADIENT_DB
-
-
-@pytest.mark.parametrize("form", ["llama", "bert"])
-def test_no_rows(form: str):
-    layer, (x, dy) = make(form, "blockwise", store="fp8", recompute=True), data(rows=0, t=5)
-    found = step(layer, x, dy)
-    assert found["y"].shape == found["dx"].shape == x.shape
-    assert not any(grad.any() for grad in found.values())
+    assert min(sqnr(wanted[name], found[name]) for name in ("y", "dx")) > GRADIENT_DB
 
 
 UNKNOWN: dict[str, dict[str, Any]] = {

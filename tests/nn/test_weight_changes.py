@@ -3,14 +3,16 @@
 `as_on_a_card` takes the samples away: there, reading one would wait for the device.
 """
 
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from support import DTYPES, FP8_RECIPES, converted, numerics_of
+from chains import storing
+from support import DTYPES, FP8_RECIPES, converted, numerics_of, same
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
@@ -28,7 +30,6 @@ def as_on_a_card(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def of_weight(casts: list[tuple[str, tuple[int, ...]]]) -> int:
-    """How many casts are a weight's."""
     return sum(shape in ((N, K), (K, N)) for _, shape in casts)
 
 
@@ -53,37 +54,14 @@ def recast_at_every_use(layer: nn.Linear) -> fe.Linear:
     return twin
 
 
-def by_optimizer(layer: nn.Linear) -> None:
-    (layer.weight.sum() * 1).backward()  # a gradient of ones
-    torch.optim.SGD([layer.weight], lr=0.5).step()
-
-
-def by_data_of_another_tensor(layer: nn.Linear) -> None:
-    layer.weight.data = layer.weight.data * 2
-
-
-def by_new_parameter(layer: nn.Linear) -> None:
-    layer.weight = nn.Parameter(layer.weight.detach() * 2)
-
-
-def by_no_grad(layer: nn.Linear) -> None:
-    with torch.no_grad():
-        layer.weight[3, 5] += 100
-
-
-def by_one_element(layer: nn.Linear) -> None:
-    layer.weight.data[N // 2, K // 2] += 3
-
-
 CHANGES: dict[str, Callable] = {
-    "an optimizer": by_optimizer,
+    "an optimizer": lambda layer: torch.optim.SGD([layer.weight], lr=0.5).step(),  # its gradient is of ones
     "load_state_dict": lambda layer: layer.load_state_dict({"weight": layer.weight * 2, "bias": layer.bias}),
     "data": lambda layer: layer.weight.data.mul_(2),
-    "data of another tensor": by_data_of_another_tensor,
-    "no_grad": by_no_grad,
-    "one element of data": by_one_element,
+    "data of another tensor": lambda layer: setattr(layer.weight, "data", layer.weight.data * 2),
+    "in place": lambda layer: layer.weight.detach()[3, 5].add_(100),
     "init": lambda layer: nn.init.xavier_uniform_(layer.weight),
-    "a new parameter": by_new_parameter,
+    "a new parameter": lambda layer: setattr(layer, "weight", nn.Parameter(layer.weight.detach() * 2)),
     "a dtype": lambda layer: layer.bfloat16().float(),  # rounds every weight, through .data
 }
 
@@ -93,6 +71,7 @@ CHANGES: dict[str, Callable] = {
 def test_a_changed_weight_is_seen_by_the_next_forward(recipe: str, change: str):
     layer, x = fe.Linear(K, N, recipe=recipe), torch.randn(6, K)
     before = layer(x)
+    layer.weight.grad = torch.ones_like(layer.weight)
     CHANGES[change](layer)
     after = layer(x)
     assert torch.equal(after, recast_at_every_use(layer)(x))
@@ -267,25 +246,83 @@ def test_writes_of_one_element_and_that_keep_the_sum_of_the_memory_are_seen(writ
             assert torch.equal(layer(x), recast_at_every_use(layer)(x))
 
 
-@pytest.mark.parametrize("recipe", FP8_RECIPES)
-def test_swapped_tensors_bring_their_own_copies(recipe: str, as_on_a_card):
-    """torch refuses to swap a tensor that a weak reference knows, which the cache of its copies once held."""
-    x, layer = torch.randn(16, K), fe.Linear(K, N, recipe=recipe)
-    layer(x).sum().backward()
-    with torch.no_grad():
-        before = layer(x)  # keeps copies
-        torch.utils.swap_tensors(layer.weight, nn.Parameter(layer.weight.flip(0)))
-        found = layer(x)
-        fe.weights_changed(layer)
-        assert torch.equal(found, layer(x))
-    assert not torch.equal(found, before)
-    layer(x).sum().backward()
-    assert layer.weight.grad is not None
-
-
 def test_a_weight_that_was_read_is_saved_as_plain_values(tmp_path: Path):
     layer = fe.Linear(K, N, recipe="current")
     with torch.no_grad():
         layer(torch.randn(16, K))
     torch.save(layer.weight, tmp_path / "weight.pt")
     assert torch.equal(torch.load(tmp_path / "weight.pt", weights_only=True), layer.weight)
+
+
+def two_layers() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
+
+
+def of_layers(recipe: Any) -> Any:
+    return converted(two_layers(), recipe, skip=lambda *_: False)
+
+
+def gradients(model: nn.Module, steps: int = 4) -> list[torch.Tensor]:
+    """Gradients of every step; inputs always the same, and growing."""
+    generator, found = torch.Generator().manual_seed(1), []
+    for step in range(steps):
+        y = model(torch.randn(8, 32, generator=generator) * 1.5**step)
+        found += torch.autograd.grad(y.square().mean(), list(model.parameters()))
+    return found
+
+
+@pytest.fixture
+def swapping() -> Iterator[None]:
+    """torch exchanges a parameter's contents where it would write `.data`."""
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    yield
+    torch.__future__.set_swap_module_params_on_conversion(False)
+
+
+@pytest.mark.parametrize("assign", [False, True])
+@pytest.mark.parametrize("recipe", FP8_RECIPES)
+def test_swapped_parameters_move_and_load(recipe: str, assign: bool, swapping):
+    """swap_tensors refuses a parameter with a weak reference, by which a copy of it knows what it was made of."""
+    model, twin = (of_layers(recipe) for _ in range(2))
+    gradients(model, 1)
+    with torch.no_grad():
+        model(torch.randn(8, 32))  # copies are kept from here on
+    model.double().float()
+    model.load_state_dict(twin.state_dict(), assign=assign)
+    x = torch.randn(8, 32)
+    with torch.no_grad():
+        fe.weights_changed(twin)
+        if recipe != "delayed":  # whose scales come from the step that twin has not made
+            assert torch.equal(model(x), twin(x))
+
+
+def test_a_weight_that_moves_leaves_no_copy_behind():
+    layer = fe.Linear(32, 32, recipe="current")
+    with torch.no_grad():
+        layer(torch.randn(8, 32))
+    copies = weakref.ref(numerics_of(layer).weight.kept)
+    assert len(numerics_of(layer).weight.kept) == 1
+    layer.bfloat16()
+    assert copies() is None, "the codes of the weight in FP32 (on a card: on the card) wait for a next forward"
+
+
+@pytest.mark.parametrize("recipe", [*FP8_RECIPES, "auto", pytest.param(storing(), id="stored")])
+def test_a_model_converted_in_inference_mode_trains(recipe):
+    """As torch's do: the tables are no inference tensors, which nothing may write outside of that mode."""
+    model, usual = two_layers(), of_layers(recipe)
+    with torch.inference_mode():
+        converted(model, recipe, skip=lambda *_: False)
+    assert same(gradients(model), gradients(usual))
+
+
+def test_a_model_that_moves_to_its_device_in_inference_mode_trains():
+    """Loaded after conversion on the meta device, and first run in inference mode, where tables follow the weights."""
+    with torch.device("meta"):
+        model = of_layers(storing())
+    model.load_state_dict(two_layers().state_dict(), assign=True)
+    usual = of_layers(storing())
+    for each in (model, usual):
+        with torch.inference_mode():
+            each(torch.randn(8, 32, generator=torch.Generator().manual_seed(2)))
+    assert same(gradients(model), gradients(usual))

@@ -8,6 +8,7 @@ import copy
 import io
 import threading
 import weakref
+from collections.abc import Callable
 from typing import Any, cast
 
 import pytest
@@ -59,12 +60,11 @@ def attached(x: Any) -> Any:
     return vars(x).get("fp8", {})
 
 
-def by_numpy(x: torch.Tensor) -> None:
-    x.detach().numpy()[:] *= -2
-
-
-def by_data(x: torch.Tensor) -> None:
-    x.data.mul_(-2)
+REFILLS: dict[str, Callable[[torch.Tensor], object]] = {
+    "numpy": lambda x: x.detach().numpy().__imul__(-2),
+    "data": lambda x: x.data.mul_(-2),
+    "in place": lambda x: x[0].fill_(7.0),
+}
 
 
 def apart(model: Any, x: torch.Tensor) -> torch.Tensor:
@@ -72,21 +72,21 @@ def apart(model: Any, x: torch.Tensor) -> torch.Tensor:
     return torch.cat([layer(x.clone()) for layer in (model.q, model.k, model.v)], -1)
 
 
-@pytest.mark.parametrize("refill", [by_numpy, by_data], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("refill", ["numpy", "data"])
 @pytest.mark.parametrize("grad", [False, True], ids=["inference", "training"])
 @pytest.mark.parametrize("recipe", FP8_RECIPES)
-def test_a_refilled_buffer_is_read_again(recipe: str, grad: bool, refill, no_samples):
+def test_a_refilled_buffer_is_read_again(recipe: str, grad: bool, refill: str, no_samples):
     model, x = converted(Attention(), recipe), torch.randn(6, WIDTH)
     with torch.set_grad_enabled(grad):
         for _ in range(3):
             assert torch.equal(model(x), apart(model, x))
-            refill(x)
+            REFILLS[refill](x)
 
 
-@pytest.mark.parametrize("refill", [by_numpy, by_data], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("refill", REFILLS)
 @pytest.mark.parametrize("recipe", [name for name in FP8_RECIPES if name != "delayed"])
-def test_a_buffer_refilled_between_two_siblings_is_read_again_on_a_cpu(recipe: str, refill):
-    model, x = converted(Attention(between=refill), recipe), torch.randn(6, WIDTH)
+def test_a_buffer_refilled_between_two_siblings_is_read_again_on_a_cpu(recipe: str, refill: str):
+    model, x = converted(Attention(between=REFILLS[refill]), recipe), torch.randn(6, WIDTH)
     twin, before = converted(Attention(), recipe), x.clone()
     twin.load_state_dict(model.state_dict())
     found = model(x)
@@ -96,7 +96,7 @@ def test_a_buffer_refilled_between_two_siblings_is_read_again_on_a_cpu(recipe: s
 
 @pytest.mark.parametrize("recipe", [name for name in FP8_RECIPES if name != "delayed"])
 def test_a_layer_that_runs_twice_reads_twice(recipe: str, no_samples):
-    model, x = converted(Again(by_numpy), recipe), torch.randn(6, WIDTH)
+    model, x = converted(Again(REFILLS["numpy"]), recipe), torch.randn(6, WIDTH)
     model(x).sum().backward()  # trained once, so that a second step is a step
     model.zero_grad()
     before = x.clone()

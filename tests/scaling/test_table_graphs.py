@@ -28,12 +28,8 @@ class Twice(nn.Module):
         return self.layer(self.layer(x).tanh())
 
 
-def by_hand() -> nn.Module:
-    return fe.Linear(WIDTH, WIDTH, recipe=RECIPE)
-
-
-def of_ours() -> nn.Module:
-    return fe.LayerNormMLP(WIDTH, WIDTH, "gelu", recipe=RECIPE)
+BY_HAND = lambda: fe.Linear(WIDTH, WIDTH, recipe=RECIPE)  # noqa: E731
+OF_OURS = lambda: fe.LayerNormMLP(WIDTH, WIDTH, "gelu", recipe=RECIPE)  # noqa: E731
 
 
 def by_convert() -> nn.Module:
@@ -64,9 +60,9 @@ def trained(make: Callable[[], nn.Module], schedule: str, forwards: int = 1) -> 
     ("make", "schedule", "forwards"),
     [
         pytest.param(Twice, "ccc", 1, id="a layer that is called twice"),
-        pytest.param(by_hand, "ccc", 2, id="two forwards before one backward"),
-        pytest.param(of_ours, "ccc", 2, id="two forwards of a module of ours"),
-        pytest.param(by_hand, "cece", 1, id="a layer without a root, in turns"),
+        pytest.param(BY_HAND, "ccc", 2, id="two forwards before one backward"),
+        pytest.param(OF_OURS, "ccc", 2, id="two forwards of a module of ours"),
+        pytest.param(BY_HAND, "cece", 1, id="a layer without a root, in turns"),
     ],
 )
 def test_a_graph_enters_what_eager_code_enters(make: Callable[[], nn.Module], schedule: str, forwards: int):

@@ -20,7 +20,6 @@ def weights(model: nn.Module) -> list[torch.Tensor]:
 
 @pytest.fixture
 def start() -> Net:
-    """A model that every variant of a test copies."""
     return Net()
 
 
@@ -106,7 +105,6 @@ def test_the_saved_state_is_a_copy(start: Net, recipe: str):
 
 
 def last_slot(saved: dict, change) -> dict:
-    """The state with the slot of blocks.1.down's gradient changed."""
     (name, slot), others = list(saved["slots"].items())[-1], dict(list(saved["slots"].items())[:-1])
     return {**saved, "slots": {**others, name: change(slot)}}
 
@@ -189,9 +187,3 @@ def exact_tables(model: nn.Module) -> list[torch.Tensor]:
     """`tables` without the sampled counters: siblings share a cast, and its sample, only in a forward of the root."""
     history, live, counts = tables(model)
     return [history, live, counts[[i for i, name in enumerate(COUNTERS) if name not in ("sampled", "underflowed")]]]
-
-
-def test_two_converted_models_do_not_share_anything():
-    a, b = converted(Net(), "delayed"), converted(Net(), "delayed")
-    train(a)
-    assert not tables(b)[2].any()
