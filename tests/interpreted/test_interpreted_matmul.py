@@ -13,6 +13,7 @@ import torch
 from casts import E4M3, E5M2, cast_of, every_code
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from real_operands import real
 from triton.runtime import interpreter
 
 from fp8engine.kernels import launch
@@ -73,14 +74,6 @@ def integers(side, m: int, k: int) -> Operand:
         return operand(x, side)
     shape = cast_of(E4M3, *side).scale_shape(m, k)
     return Operand(x.to(E4M3), torch.exp2(torch.randint(-3, 4, shape) * 1.0), *side)
-
-
-def real(x: Operand) -> torch.Tensor:
-    """The numbers that it stands for, in float64."""
-    if not x.scaled_along_k:
-        return x.data.double() * x.scale.double()
-    m, k = x.data.shape
-    return x.data.double() * x.scale.double().repeat_interleave(x.rows, 0)[:m].repeat_interleave(x.cols, 1)[:, :k]
 
 
 def multiply(kind: str, a: Operand, b: Operand, end: Epilogue = FP32, config: Config | None = None) -> torch.Tensor:
