@@ -17,6 +17,7 @@ from fp8engine.kernels.act_quantize import act_quantize, act_quantize_backward
 from fp8engine.kernels.attention_backward import attention_backward
 from fp8engine.kernels.attention_cast import attention_cast
 from fp8engine.kernels.norm_quantize import norm_quantize, norm_quantize_backward
+from fp8engine.kernels.scale_update import scale_update as update_scales
 from fp8engine.ops import reference
 from fp8engine.ops.reference import Norm, RowStatistics, Store
 from fp8engine.ops.reference.attention import Form
@@ -115,6 +116,11 @@ def test_an_activation_is_its_twin(kind: str, store: str, direction: str, card):
 def test_the_update_of_scales_is_its_twin_bit_for_bit(architecture: int, card):
     card(architecture)
     assert casts.scale_update(CPU) is None
+    # A window of two tiles of 64 steps: each has a barrier between what it reads and what it writes.
+    ours, twins = ([torch.ones(70, 40), torch.full((2, 40), 3.0), torch.full((3, 40), 70.0)] for _ in "ab")
+    update_scales(*ours)
+    reference.scale_update(*twins)
+    assert differs(torch.cat(ours), torch.cat(twins)) is None
 
 
 @pytest.mark.few(1)

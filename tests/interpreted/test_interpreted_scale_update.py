@@ -5,12 +5,10 @@ Every comparison is of bits, so that NaN, the sign of zero and entries that are 
 
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from casts import MAX
 from hypothesis import example, given
 from hypothesis import strategies as st
-from triton.runtime.interpreter import InterpreterBuilder as Builder
 
 from fp8engine.kernels import scale_update as kernel
 from fp8engine.ops.reference.scale import FP32_MAX, _scale_update_numpy, _scale_update_torch
@@ -100,35 +98,3 @@ def test_tables_of_any_strides(seed, shape):
     assert (spread.history._base[0::2] == 7).all()  # what lies between is not theirs
     assert (spread.history._base[:, 0::3] == 7).all()
     assert (spread.live._base[:, 1::3] == 7).all()
-
-
-def test_all_reads_of_a_tile_come_before_its_barrier_and_all_writes_after(monkeypatch):
-    # Threads of a program run in any order between two barriers, which the interpreter cannot show: so look at what
-    # is read and written between them.  No address may be in both.
-    between: list[tuple[set[int], set[int]]] = [(set(), set())]
-
-    plain_load, plain_store = (getattr(Builder, name) for name in ("create_masked_load", "create_masked_store"))
-
-    def note(pointers, mask, which) -> None:
-        between[-1][which].update(pointers.data[np.broadcast_to(mask.data, pointers.data.shape)].tolist())
-
-    def load(self, pointers, mask, *rest):
-        note(pointers, mask, 0)
-        return plain_load(self, pointers, mask, *rest)
-
-    def store(self, pointers, value, mask, *rest):
-        note(pointers, mask, 1)
-        return plain_store(self, pointers, value, mask, *rest)
-
-    def barrier(self):
-        between.append((set(), set()))
-
-    for name, watched in (("masked_load", load), ("masked_store", store), ("barrier", barrier)):
-        monkeypatch.setattr(Builder, f"create_{name}", watched)
-    for rows in (1, 17, 64, 65, 200):
-        between[:] = [(set(), set())]
-        kernel.scale_update(*tables_of(rows, 32, idle=0.0))
-        assert len(between) == -(-rows // kernel.MOST_ROWS) + 1
-        assert all(not read & written for read, written in between), f"{rows} rows"
-        assert between[0][0]
-        assert between[-1][1]

@@ -24,6 +24,7 @@ REGISTERS = 65_536  # of a multiprocessor
 TILE = Config(128, 128, 128, group_m=8, warps=8, stages=5, parts=4, kernel="gluon")
 M, N, K = 4096, 4096, 4096
 BIAS_N = torch.empty(N, dtype=torch.bfloat16, device="meta")
+CONSUMERS = 2
 PRODUCTS = 5  # in a consumer's code: four that go together, and what is left of K, one by one
 WGMMAS = 128 // 32  # of a product: each multiplies 32 of K
 
@@ -72,6 +73,10 @@ def test_it_fits_the_card_and_the_main_loop_is_wgmma_that_is_not_serialized(name
     assert not code.serialized, code.notes
     assert loop.shapes == ("QGMMA.64x128x32",)
     assert loop.products == (PRODUCTS - 1) * WGMMAS
+    # A product begins anew: its first wgmma does not read the accumulator, by a predicate that is false.
+    products = [line for line in code.sass.splitlines() if "QGMMA" in line]
+    assert len(products) == CONSUMERS * PRODUCTS * WGMMAS
+    assert sum("RZ, !UPT" in line for line in products) == CONSUMERS * PRODUCTS
     # Warps deal their registers: the producer's warp is one of a warpgroup's four.
     assert {*re.findall(r"setmaxnreg\.\w+\.sync\.aligned\.u32\s+(\d+)", code.ptx)} >= {"24", "240"}
     assert REGISTERS >= 32 * (8 * 240 + 4 * 24)

@@ -4,6 +4,7 @@ At the end: operands on two devices, and scales of another shape; the error name
 """
 
 import contextlib
+import itertools
 import threading
 
 import pytest
@@ -152,8 +153,8 @@ def test_a_layer_and_its_input_on_two_devices_name_the_layer(recipe: str, what: 
 @pytest.mark.parametrize("text", ["e4m3", "e4m3 1x-1"])
 def test_a_scale_of_another_shape_is_refused_with_the_shape_it_should_have(text: str):
     x, how, want = torch.randn(4, 32), Cast.parse(text), r"\[\]" if text == "e4m3" else r"\[4, 1\]"
-    for shape in ((3,), (4, 2), (1, 4), (5, 1)):
+    for shape, quantize in itertools.product(((3,), (4, 2), (1, 4), (5, 1)), (casts.quantize_given, fe.quantize)):
         with pytest.raises(ShapeError, match=rf"^quantize: scale is .*has {want}"):
-            casts.quantize_given(x, how, torch.ones(shape))
+            quantize(x, how, torch.ones(shape))
     one, wanted = (casts.quantize_given(x, each, torch.tensor(0.25)) for each in (how, Cast.parse("e4m3")))
     assert torch.equal(one.data.float(), wanted.data.float()), "one number serves every group"
