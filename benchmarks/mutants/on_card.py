@@ -4,7 +4,7 @@ import pytest
 import torch
 from emulated.conftest import _unwritten
 from emulator.card import emulated
-from interpreted.conftest import assert_within_bound, few_programs  # noqa: F401  fixtures
+from interpreted.conftest import assert_within_bound, few_programs, pytest_itemcollected  # noqa: F401  fixtures
 
 SEED = 1  # warps in a random order, copies that arrive late
 

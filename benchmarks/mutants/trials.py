@@ -77,6 +77,7 @@ OF_ACTIVATIONS = emulated(
     "an_activation_is_its_twin[swiglu-1x128-forward]",
     "a_gate_and_an_up_that_are_two_matrices[clamped_swiglu]",
 )
+FAR_BATCHES = emulated("memory", "batches_of_attention_far_apart")
 OF_EPILOGUES = emulated("gluon", "every_epilogue_is_the_twins", "nan_in_a_row_stays_in_it")
 LAUNCHES = "norm_act::test_which_launches_make_the_codes"
 # way -> file -> the tests that concern it
@@ -122,8 +123,8 @@ WAYS = {
         "kernels/quantize_groups.py": Suite(OF_GROUPS, "twin"),
         "kernels/quantize_lines.py": Suite(OF_GROUPS, "twin"),
         "kernels/column_sums.py": Suite(emulated("memory", "sums_of_columns_stay_within_their_bound[(3, 7)]"), "sums"),
-        "kernels/norm_quantize.py": Suite((*OF_NORMS, *emulated("far", "a_norm")), "norm"),
-        "kernels/act_quantize.py": Suite((*OF_ACTIVATIONS, *emulated("far", "an_activation")), "test"),
+        "kernels/norm_quantize.py": Suite((*OF_NORMS, *emulated("memory", "a_norm_far_apart")), "norm"),
+        "kernels/act_quantize.py": Suite((*OF_ACTIVATIONS, *emulated("memory", "an_activation_far_apart")), "test"),
         "kernels/matmul_grouped.py": Suite(
             (*emulated("grouped", "every_division_of_rows"), "tests/emulated/test_hopper_sums.py"),
             "division or expert and positive",
@@ -132,11 +133,12 @@ WAYS = {
         "kernels/expert_rows.py": Suite(emulated("grouped", TWIN, "every_division_of_rows"), "test"),
         "kernels/attention.py": Suite(("tests/emulated/test_emulated_attention.py",), "forward"),
         "kernels/attention_cast.py": Suite(
-            emulated("attention", TWIN) + emulated("far", "rows_of_attention", "batches_of_attention"),
+            emulated("attention", TWIN)
+            + emulated("memory", "rows_of_attention_far_apart", "batches_of_attention_far_apart"),
             "attention and not 96 and not float16 and not float32 or 128 and bfloat16",
         ),
         "kernels/attention_backward.py": Suite(
-            (*emulated("far", "batches_of_attention"), "tests/emulated/test_emulated_attention.py"),
+            (*FAR_BATCHES, "tests/emulated/test_emulated_attention.py"),
             "backward or batches",
         ),
         "kernels/scale_update.py": Suite(emulated("memory", "the_update_of_scales_is_its_twin_bit_for_bit"), "90"),

@@ -5,8 +5,6 @@ seeds of schedules are dealt over the cases.  `make emulated` (--whole) runs eac
 are marked `whole`, which nothing else collects.  The last lines count what ran.
 """
 
-from __future__ import annotations
-
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack

@@ -4,17 +4,12 @@ Each wrong kernel stands beside the right one, as in test_memory_rules.py.  PTX 
 9.7.13.15 (mbarrier), 9.7.9.27 (cp.async.bulk.tensor), 9.7.9.22 (mapa).
 """
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
-from emulator.device_memory import Allocation
 from emulator.faults import Deadlock, Fault, OutOfBounds, Race, UnknownInstruction, Unwritten
-from emulator.launch import Launch
 from emulator.reader import read
-from emulator.scheduler import prepare
 from emulator.tma import TensorMap
-from ptx import text
+from ptx import execute, text
 
 SEEDS = [None, 1, 2, 3]
 SYNC = "barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned;"
@@ -25,14 +20,8 @@ FENCE = "fence.mbarrier_init.release.cluster;"
 def launch(body: str, arrays: list, seed: int | None = None, *, threads: int = 64, ctas: int = 2) -> None:
     """Run it in clusters of two CTAs.  %r1: the rank, %r2: the other's; %p1: in one thread of each CTA."""
     head = "mov.u32 %r1, %cluster_ctarank; xor.b32 %r2, %r1, 1; setp.eq.u32 %p1, %r0, 0;"
-    maps = [place for place, array in enumerate(arrays) if isinstance(array, TensorMap)]
-    written = text(head + body, len(arrays), threads, maps)
-    written = written.replace(f".reqntid {threads}", f".reqntid {threads}\n.explicitcluster\n.reqnctapercluster 2")
-    program = read(written)
-    plain = [array for array in arrays if not isinstance(array, TensorMap)]
-    regions = [Allocation(array.ctypes.data, array.ctypes.data + array.nbytes) for array in plain]
-    arguments = [array if isinstance(array, TensorMap) else array.ctypes.data for array in arrays]
-    Launch(program, prepare(program), arguments, (ctas, 1, 1), 4096, regions).run(seed)
+    module = text(head + body, arrays, threads, ".explicitcluster\n.reqnctapercluster 2")
+    execute(module, arrays, ctas=ctas, seed=seed)
 
 
 def words(count: int = 128) -> np.ndarray:
@@ -76,8 +65,8 @@ def test_a_cluster_that_the_card_does_not_run_is_refused():
         launch(product, [words(), words(), words()])
     for along_y in (".reqnctapercluster 1, 2", ".reqnctapercluster 2, 2, 1"):
         with pytest.raises(UnknownInstruction, match=rf"{along_y}: a cluster along another axis than x"):
-            read(text("", 1).replace(".reqntid 32", f".reqntid 32\n{along_y}"))
-    assert read(text("", 1).replace(".reqntid 32", ".reqntid 32\n.reqnctapercluster 4, 1, 1")).cluster == 4
+            read(text("", [], limits=along_y))
+    assert read(text("", [], limits=".reqnctapercluster 4, 1, 1")).cluster == 4
 
 
 # Each thread leaves 1000 * rank + its number in its CTA's memory, and takes what the other CTA's thread has left.

@@ -4,8 +4,6 @@ The kernels (tests/helpers/cluster_kernels.py) are in the Gluon of Triton 3.7.  
 3.9 have other names, and their cluster's barrier and `two_ctas` do what is missing here.
 """
 
-from __future__ import annotations
-
 import re
 
 import pytest

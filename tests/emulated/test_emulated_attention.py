@@ -3,18 +3,14 @@
 The card adds FP8 products as Hopper does (tests/emulator/accumulator.py), the twin in FP32.
 """
 
-from __future__ import annotations
-
 import itertools
 
 import pytest
 import torch
+from attention_kernels import cast, forward, gradients
 
 from benchmarks.checks.operands import differs
-from fp8engine.kernels.attention import attention
-from fp8engine.kernels.attention_backward import attention_backward
-from fp8engine.kernels.attention_cast import attention_cast
-from fp8engine.ops.reference.attention import HEAD_DIMS, LOG2_E, Form, factor_of, halved, rotation_of, width_of
+from fp8engine.ops.reference.attention import HEAD_DIMS, LOG2_E, Form
 from fp8engine.ops.reference.attention import attention as twin
 from fp8engine.ops.reference.attention import attention_cast as twin_cast
 from fp8engine.ops.reference.attention_backward import attention_backward as backward
@@ -41,13 +37,6 @@ def inputs(shape: str, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, 
         return x.to(dtype).transpose(1, 2)
 
     return of(heads, t), of(of_keys, s), of(of_keys, s), form
-
-
-def cast(x: torch.Tensor, rotated: bool, transposed: bool = False):
-    """The kernel's cast of x."""
-    width = width_of(x.shape[-1])
-    rotation = rotation_of(width, halved(x[:0]).dtype, x.device) if rotated else None
-    return attention_cast(x, rotation, width, transposed)
 
 
 def of_exact_sums(shape: str, dims: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, Form]:
@@ -111,21 +100,6 @@ def test_forward_is_its_twin_up_to_the_cards_sums(shape: str, card):
     q, k, v, form = inputs(shape, torch.bfloat16)
     found, wanted = forward(q, k, v, form).float(), twin(q, k, v, form).float()
     assert (found - wanted).norm() <= 2.0**-8 * wanted.norm()
-
-
-def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, form: Form) -> torch.Tensor:
-    """The kernel's result."""
-    d = q.shape[-1]
-    return attention(
-        cast(q, form.rotated), cast(k, form.rotated), cast(v, False, True),
-        form, factor_of(form, d), (q.shape[2], k.shape[2], d), q.dtype,
-    )  # fmt: skip
-
-
-def gradients(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, do: torch.Tensor, form: Form):
-    """(dq, dk, dv) of the kernels."""
-    rows = cast(do, form.rotated), cast(v, form.rotated)
-    return attention_backward(do, q, k, *rows, form, form.scale * LOG2_E)
 
 
 @pytest.mark.slow

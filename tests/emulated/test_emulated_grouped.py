@@ -4,13 +4,12 @@ Operands are small integers under power-of-two scales, whose products and sums a
 What lies behind an expert's rows, behind the last expert's and behind a matrix is NaN: nobody may let it in.
 """
 
-from __future__ import annotations
-
 from unittest import mock
 
 import pytest
 import torch
 from casts import E4M3, E5M2, cast_of
+from contracts import in_bytes, slot_of
 from emulator.card import emulated
 from emulator.launch import Done, Launch
 from experts import run, uneven
@@ -23,9 +22,8 @@ from fp8engine.kernels.matmul_grouped import grouped_rows, grouped_sums
 from fp8engine.kernels.tuning import Config, table
 from fp8engine.nn.grouped import GroupedLinear
 from fp8engine.ops import triton_backend
-from fp8engine.ops.reference import Epilogue, Operand, Slot
+from fp8engine.ops.reference import Epilogue, Operand
 from fp8engine.ops.reference import grouped as twin
-from fp8engine.ops.reference.operand import COUNTERS
 
 K = 272  # two blocks of 128 and one of 16
 MANY = [17] * 64
@@ -193,7 +191,7 @@ def test_a_cast_is_its_twin_bit_for_bit(group: tuple[int, int], transpose: bool,
         if i == 1:
             x[7, 3], x[100, 9] = float("inf"), float("nan")
         how = cast_of(E5M2 if i == 1 else E4M3, *group, power_of_2=i != 1)
-        slots = [Slot(torch.full((2, 3), -1.0), torch.zeros(len(COUNTERS), 3, dtype=torch.int64), 1) for _ in "ab"]
+        slots = slot_of(), slot_of()
         found = quantize_experts.quantize_experts(x, how, bounds, slots[0], transpose)
         wanted = twin.quantize_experts(x, how, bounds, slots[1], transpose)
         used = 128 * int(bounds[1, -1]) if transpose else sum(sizes)
@@ -203,8 +201,7 @@ def test_a_cast_is_its_twin_bit_for_bit(group: tuple[int, int], transpose: bool,
             used = 128 * int(bounds[1, -1]) // group[0]
             found, wanted = ((None, _used(one[1], used, transpose)) for one in (found, wanted))
         assert differs(found[1], wanted[1]) is None
-        assert torch.equal(slots[0].live_2S, slots[1].live_2S)
-        assert torch.equal(slots[0].counts_CS, slots[1].counts_CS)
+        assert in_bytes(slots[0]) == in_bytes(slots[1])
 
 
 def _used(x: torch.Tensor, size: int, transpose: bool) -> torch.Tensor:

@@ -4,8 +4,6 @@ Counted at the emulated card's driver, by Triton's own launcher, and held agains
 predicted; of torch's small operators those that it names are counted, where they are called.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any

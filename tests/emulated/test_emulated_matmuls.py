@@ -1,13 +1,14 @@
 """Every committed configuration of every matmul, from its PTX: several tiles, K beyond the pipeline, ragged edges.
 
+Then whole layers: each launch of a training step, compiled and executed as it would be on Hopper.
+
 Operands are small integers under power-of-two scales, whose products and sums are exact in any order: bit for bit.
 """
-
-from __future__ import annotations
 
 import pytest
 import torch
 
+from benchmarks.checks import layers, matmuls
 from benchmarks.checks.operands import counts, differs, exact, in_blocks, integers
 from fp8engine.kernels.matmul import matmul_fp8, matmul_fp16
 from fp8engine.kernels.tuning import Config, table
@@ -108,3 +109,32 @@ def test_a_flattened_loop_computes_the_same_bits(k: int, card):
         first = launch(apart)
         torch.manual_seed(0)
         assert differs(launch(apart._replace(flatten=True)), first) is None
+
+
+@pytest.mark.slow
+@pytest.mark.short
+@pytest.mark.parametrize("recipe", ["current", "delayed", "rowwise", "rowwise_gw_hp", "blockwise"])
+def test_a_linears_step_is_that_of_its_emulation(recipe: str, card):
+    there = card()
+    assert layers.emulated(CPU, recipe, more=False) is None
+    assert {"_matmul_kernel"} & {done.kernel for done in there.done}
+
+
+@pytest.mark.slow
+def test_nans_reach_the_output_and_are_counted(card):
+    card()
+    assert matmuls.not_finite(CPU) is None
+
+
+@pytest.mark.slow
+def test_random_sums_are_within_their_measured_error(card):
+    card()
+    assert matmuls.accuracy(CPU, 256) is None
+
+
+@pytest.mark.few(1)
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", [(3, 5, 7), (64, 32, 0), (130, 257, 129)], ids=str)
+def test_odd_sizes_under_every_epilogue(shape: tuple[int, int, int], card):
+    card()
+    assert matmuls.epilogues(CPU, shape) is None

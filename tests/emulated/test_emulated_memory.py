@@ -5,19 +5,24 @@ card's unit: benchmarks/checks/casts.py derives how far apart they may be.  Shap
 programs, and edges inside of tiles.
 """
 
-from __future__ import annotations
+import mmap
 
 import pytest
 import torch
+from casts import E4M3, E5M2, cast_of
 
 from benchmarks.checks import casts
 from benchmarks.checks.operands import differs
+from fp8engine.kernels.act_quantize import act_quantize, act_quantize_backward
+from fp8engine.kernels.attention_backward import attention_backward
+from fp8engine.kernels.attention_cast import attention_cast
+from fp8engine.kernels.norm_quantize import norm_quantize, norm_quantize_backward
+from fp8engine.kernels.scale_update import scale_update as update_scales
 from fp8engine.ops import reference
-from fp8engine.ops.reference import Norm
-from tests.helpers.casts import cast_of
+from fp8engine.ops.reference import Norm, RowStatistics, Store
+from fp8engine.ops.reference.attention import Form
 
 CPU = torch.device("cpu")
-E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 SHAPE = (300, 257)  # 19 tiles of a flat cast, on 16 programs; odd rows, which no vector access fits
 GROUPS = ((-1, -1, False), (-1, -1, True), (1, -1, False), (-1, 1, False), (1, 128, False), (128, 128, False))
 NORMS = {"rms": Norm("rms"), "layer": Norm("layer", zero_centered=True)}
@@ -111,6 +116,11 @@ def test_an_activation_is_its_twin(kind: str, store: str, direction: str, card):
 def test_the_update_of_scales_is_its_twin_bit_for_bit(architecture: int, card):
     card(architecture)
     assert casts.scale_update(CPU) is None
+    # A window of two tiles of 64 steps: each has a barrier between what it reads and what it writes.
+    ours, twins = ([torch.ones(70, 40), torch.full((2, 40), 3.0), torch.full((3, 40), 70.0)] for _ in "ab")
+    update_scales(*ours)
+    reference.scale_update(*twins)
+    assert differs(torch.cat(ours), torch.cat(twins)) is None
 
 
 @pytest.mark.few(1)
@@ -145,3 +155,71 @@ def test_ada_casts_as_the_twin(dtype: torch.dtype, format: torch.dtype, card):
         pair = (casts.cast_results(CPU, name, x, how, 0.0) for name in ("triton", "reference"))
         for name, ours, twins in zip(casts.CAST, *pair, strict=True):
             assert differs(ours, twins) is None, name
+
+
+# Matrices of more than 2^31 elements, few of them used: no offset has 32 bits.
+MAP_NORESERVE = 0x4000  # of Linux; mmap names it from Python 3.13 on
+LAYOUTS = [(1 << 30, 1), (1, 1 << 30)]  # of a matrix of 3 x 3: the last row, or the last column, begins at 2^31
+FORM = Form(0.125, rotated=False)
+
+
+def far(x: torch.Tensor, *strides: int) -> torch.Tensor:
+    """x, of BF16, in memory of its own in which it has these strides; what lies between takes no memory."""
+    size = 1 + sum((length - 1) * stride for length, stride in zip(x.shape, strides, strict=True))
+    assert size > 1 << 31
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
+    memory = torch.frombuffer(mmap.mmap(-1, x.itemsize * size, flags), dtype=x.dtype)
+    return memory.as_strided(x.shape, strides).copy_(x)
+
+
+def same(found: tuple, wanted: tuple) -> bool:
+    """Whether results, of which some may be None, are equal to the bit."""
+    pairs = zip(found, wanted, strict=True)
+    return all(ours is near or torch.equal(ours, near) for ours, near in pairs)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strides", LAYOUTS, ids=["rows", "columns"])
+def test_a_norm_far_apart(strides: tuple[int, int], card):
+    x, dy, weight = torch.randn(3, 3).bfloat16(), torch.randn(3, 3).bfloat16(), torch.randn(3).bfloat16()
+    rows, norm = RowStatistics(torch.ones(3), torch.zeros(3)), Norm("layer")
+    card()
+    far_weight = far(weight.view(1, 3), 4, 1 << 30)[0]
+    found = norm_quantize(far(x, *strides), far_weight, far_weight, norm, Store())
+    assert same(found[:1], norm_quantize(x, weight, weight, norm, Store())[:1])
+    found = norm_quantize_backward(far(dy, *strides), far(x, *strides), far_weight, rows, norm)
+    assert same(found, norm_quantize_backward(dy, x, weight, rows, norm))
+
+
+@pytest.mark.short
+@pytest.mark.slow
+@pytest.mark.parametrize("strides", LAYOUTS, ids=["rows", "columns"])
+def test_an_activation_far_apart(strides: tuple[int, int], card):
+    x, dy, up = (torch.randn(3, 3).bfloat16() for _ in range(3))
+    card()
+    assert same(act_quantize(far(x, *strides), "silu", Store()), act_quantize(x, "silu", Store()))
+    found = act_quantize_backward(far(dy, *strides), far(x, *strides), "swiglu", Store(), far(up, *strides))
+    assert same(found, act_quantize_backward(dy, x, "swiglu", Store(), up))
+
+
+@pytest.mark.slow
+def test_rows_of_attention_far_apart(card):
+    """Of five blocks of 64; a stride of 2^23 is the most that `launch.addressable` admits."""
+    x = torch.randn(1, 1, 260, 64).bfloat16()
+    card()
+    assert same(attention_cast(far(x, 64, 64, 1 << 23, 1), None, 64), attention_cast(x, None, 64))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", "qko")
+def test_batches_of_attention_far_apart(name: str, card):
+    near = {each: torch.randn(3, 1, 8, 64).bfloat16() for each in "qkvo"}
+    card()
+    given = near | {name: far(near[name], 1 << 30, 64, 64, 1)}
+    found, wanted = (
+        attention_backward(
+            x["o"], x["q"], x["k"], attention_cast(x["o"], None, 64), attention_cast(x["v"], None, 64), FORM, 0.18
+        )
+        for x in (given, near)
+    )
+    assert same(found, wanted)

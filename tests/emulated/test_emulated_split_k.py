@@ -1,7 +1,5 @@
 """Split-K on the emulated card: parts that are exact, and their sum in the order that its twin says, bit for bit."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,14 +1,13 @@
-"""What the emulated card refuses: bounds, alignment, unwritten memory, races, barriers that nobody completes.
+"""What the emulated card refuses: bounds, alignment, unwritten memory, races, barriers that nobody completes, registers
+that nobody gives.
 
 Each wrong kernel stands beside the right one, which differs in the one instruction that is missing.
 """
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from emulator.faults import Deadlock, Fault, Misaligned, OutOfBounds, Race, Unwritten
-from ptx import run
+from ptx import execute, run, text
 
 TWO_WARPS = 64
 SEEDS = [None, 1, 2, 3]
@@ -115,10 +114,10 @@ def test_what_a_cta_has_read_another_may_not_write_unordered():
     with pytest.raises(Race, match="this write by CTA 0 is not ordered after the last read, by several warps"):
         run(reads.format(readers=1, barrier="") + write.format(writer=0), [words()], threads=TWO_WARPS)
     for readers in (1, 2):
-        text = reads.format(readers=readers, barrier="bar.sync 0;") + write.format(writer=2)
+        both = reads.format(readers=readers, barrier="bar.sync 0;") + write.format(writer=2)
         for threads in (32, TWO_WARPS):
             with pytest.raises(Race, match="this write by CTA 2 is not ordered after the last read"):
-                run(text, [words()], threads=threads, ctas=3)
+                run(both, [words()], threads=threads, ctas=3)
 
 
 TICKET = """
@@ -197,11 +196,11 @@ def test_an_mbarrier_hands_over_and_waits_for_its_phase(seed: int | None):
 def test_an_mbarrier_is_initialised_before_other_warps_use_it(seed: int | None):
     """For the warps of its own CTA a barrier is enough, and a fence is not."""
     init = "setp.eq.u32 %p9, %r0, 0; @%p9 mbarrier.init.shared::cta.b64 [1024], 64;"
-    text = init + "{} mbarrier.arrive.shared::cta.b64 _, [1024];"
-    run(text.format("bar.sync 0;"), [words()], threads=TWO_WARPS, seed=seed)
+    arrival = init + "{} mbarrier.arrive.shared::cta.b64 _, [1024];"
+    run(arrival.format("bar.sync 0;"), [words()], threads=TWO_WARPS, seed=seed)
     for between in ("", "fence.mbarrier_init.release.cluster;", "fence.proxy.async.shared::cta;", "bar.warp.sync -1;"):
         with pytest.raises((Race, Unwritten), match=r"not ordered after the last write|nobody wrote it"):
-            run(text.format(between), [words()], threads=TWO_WARPS, seed=seed)
+            run(arrival.format(between), [words()], threads=TWO_WARPS, seed=seed)
 
 
 def test_a_barrier_that_a_warp_never_reaches_is_a_deadlock():
@@ -225,3 +224,45 @@ def test_an_endless_loop_ends(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("emulator.scheduler.MOST_STEPS", 1000)
     with pytest.raises(Deadlock, match="endless loop"):
         run("$A: bra.uni $A;", [words()])
+
+
+# Registers that warps give and take.
+BRANCH = """setp.lt.u32 %p1, %r0, 128; @%p1 bra $FIRST;
+setmaxnreg.dec.sync.aligned.u32 LEAVES; bra $END;
+$FIRST: setmaxnreg.inc.sync.aligned.u32 TAKES; mad.wide.u32 %rd9, %r0, 4, %rd0; st.global.b32 [%rd9], 7;
+$END:"""
+
+
+def taken(leaves: int, takes: int, seed: int | None, most: int = 128) -> np.ndarray:
+    """Two warpgroups that begin with 128 registers a thread; what the first, which takes more, has written."""
+    found = words(256)
+    body = BRANCH.replace("LEAVES", str(leaves)).replace("TAKES", str(takes))
+    execute(text(body, [found], 256, f".maxnreg {most}" if most else ""), [found], seed=seed)
+    return found
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_warps_wait_for_registers_that_others_give(seed: int | None):
+    assert taken(40, 216, seed).tolist() == [7] * 128 + [0] * 128
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_more_than_the_others_leave_is_a_deadlock(seed: int | None):
+    with pytest.raises(Deadlock, match=r"wait for \('registers', 224, None\)"):
+        taken(40, 224, seed)
+
+
+@pytest.mark.parametrize(
+    ("leaves", "takes", "most", "words"),
+    [
+        (136, 128, 128, r"setmaxnreg.dec to 136"),
+        (40, 120, 128, r"setmaxnreg.inc to 120"),
+        (44, 128, 128, "multiples of 8"),
+        (16, 128, 128, "from 24 to 256"),
+        (40, 128, 0, "without .maxnreg"),
+        (40, 128, 264, "launches no such CTA"),
+    ],
+)
+def test_setmaxnreg_without_a_defined_effect_is_refused(leaves: int, takes: int, most: int, words: str):
+    with pytest.raises(Fault, match=words):
+        taken(leaves, takes, None, most)

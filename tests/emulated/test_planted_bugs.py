@@ -16,6 +16,8 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from casts import cast_of
+from contracts import slot_of
 from edited_kernels import edited_kernel
 from emulator.card import emulated
 from emulator.faults import Deadlock, Fault, OutOfBounds, Race
@@ -29,9 +31,7 @@ from fp8engine.kernels.matmul_gluon import matmul_gluon
 from fp8engine.kernels.quantize_groups import quantize_groups
 from fp8engine.kernels.tuning import Config
 from fp8engine.numerics.formats import E4M3
-from fp8engine.ops.reference import Epilogue, Slot
-from fp8engine.ops.reference.operand import COUNTERS
-from tests.helpers.casts import cast_of
+from fp8engine.ops.reference import Epilogue
 
 CPU = torch.device("cpu")
 M, N = 150, 136
@@ -157,12 +157,11 @@ def machine_code(folder: Path, old: str, new: str | Callable[[re.Match[str]], st
 
 def test_a_last_program_that_acquires_nothing_is_named(tmp_path: Path, schedule: int):
     """It counts its call where the others read how many there were, which their order alone makes right."""
-    x, how, counts = torch.randn(300, 256), cast_of(E4M3.dtype, 1, 128, True), torch.zeros(len(COUNTERS), 1)
-    slot = Slot(torch.tensor([[-1.0], [0.0]]), counts.long(), 0)
+    x, how = torch.randn(300, 256), cast_of(E4M3.dtype, 1, 128, True)
     relaxed = r"(atom\.global\.gpu\.)acq_rel(\.add\.u32)", r"\1relaxed\2"
     unordered = r"this write by CTA \d+ is not ordered after the last read"
     with machine_code(tmp_path, *relaxed, schedule), pytest.raises(Race, match=unordered):
-        quantize_groups(x, how, slot, False)
+        quantize_groups(x, how, slot_of(), False)
 
 
 @pytest.mark.parametrize("bug", MACHINE_CODE, ids=lambda bug: bug.what)

@@ -1,7 +1,5 @@
 """TMA, matrix loads and Tensor Core instructions of the emulated card, against NumPy and maps made by brute force."""
 
-from __future__ import annotations
-
 import itertools
 
 import ml_dtypes
@@ -68,12 +66,8 @@ def moved(text: str, source, target, box: tuple[int, int], corner=(0, 0), swizzl
     """Run it."""
     text = text.replace("BYTES", str(box[0] * box[1])).replace("X", str(corner[0])).replace("Y", str(corner[1]))
     maps = [a_map(source, box, swizzle), a_map(target, box, swizzle)]
-    run_with(text, maps, [source, target], seed)
-
-
-def run_with(text: str, maps: list[TensorMap], arrays: list[np.ndarray], seed=None) -> None:
-    """Maps first, then the arrays that they describe, so that their memory is the launch's."""
-    run(text, [*maps, *arrays], threads=64, shared=16392, seed=seed)
+    # Then the arrays that they describe, so that their memory is the launch's.
+    run(text, [*maps, source, target], threads=64, shared=16392, seed=seed)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -82,13 +76,12 @@ def test_a_box_comes_back_with_zeros_outside_of_the_tensor(swizzle: int, columns
     source, box = aligned((40, 160)), (16, columns)
     for x, y in ((0, 0), (16, 8), (-16, -3), (144, 32)):
         target = aligned((16, columns))
-        before = target.copy()
         moved(round_trip(), source, target, box, (x, y), swizzle, seed)
         wanted = np.zeros(box, np.uint8)
         for row, column in itertools.product(range(16), range(columns)):
             if 0 <= y + row < 40 and 0 <= x + column < 160:
                 wanted[row, column] = source[y + row, x + column]
-        assert np.array_equal(target, wanted), (x, y, before.shape)
+        assert np.array_equal(target, wanted), (x, y)
 
 
 def test_a_swizzled_box_lies_turned_in_shared_memory():
@@ -158,7 +151,6 @@ def test_a_box_is_aligned_in_shared_memory():
 def test_matrices_of_8_rows_go_to_registers_and_back(turned: bool):
     """Row r of matrix i comes from lane 8 i + r; lane l gets elements 2 l and 2 l + 1, by rows or by columns."""
     source = GENERATOR.integers(0, 1 << 16, (32, 8)).astype(np.uint16)
-    found, back = np.zeros(128, np.uint32), np.zeros(128, np.uint32)
     trans = ".trans" if turned else ""
     body = f"""
     mad.wide.u32 %rd8, %r0, 16, %rd0; shl.b32 %r1, %r0, 4;
@@ -172,9 +164,8 @@ def test_matrices_of_8_rows_go_to_registers_and_back(turned: bool):
     """
     flat = aligned((32, 8), np.uint16)
     flat[:] = source
-    out = aligned((128,), np.uint32), aligned((128,), np.uint32)
-    run(body, [flat, *out])
-    found, back = out
+    found, back = (aligned((128,), np.uint32) for _ in range(2))
+    run(body, [flat, found, back])
     for matrix, lane in itertools.product(range(4), range(32)):
         block = source[8 * matrix : 8 * matrix + 8]
         block = block.T if turned else block
@@ -182,7 +173,7 @@ def test_matrices_of_8_rows_go_to_registers_and_back(turned: bool):
         assert found[4 * lane + matrix] == second << 16 | first
     assert np.array_equal(back.view(np.uint16).reshape(32, 8), source)
     with pytest.raises(Misaligned, match="a matrix's row"):
-        run(body.replace("ldmatrix", "add.s32 %r1, %r1, 8; ldmatrix"), [flat, *out])
+        run(body.replace("ldmatrix", "add.s32 %r1, %r1, 8; ldmatrix"), [flat, found, back])
 
 
 FORMATS = {

@@ -5,7 +5,7 @@ leading bit, and the sum of what is left 13 bits below its own.  A block is 32 p
 cuts are towards zero, and a sum of zero is +0.
 
 Source: recordings of an H100 PCIe and an RTX 4060, as `mmaemu` 0.1.0 models them bit for bit (its documentation,
-"validation"); tests/emulated/test_accumulator.py holds this file against it.
+"validation"); tests/emulated/test_hopper_sums.py holds this file against it.
 """
 
 from __future__ import annotations

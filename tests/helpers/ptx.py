@@ -14,15 +14,20 @@ from emulator.tma import TensorMap
 REGISTERS = """.reg .pred %p<64>; .reg .b16 %rs<64>; .reg .b32 %r<256>; .reg .b64 %rd<64>;"""
 
 
-def text(body: str, parameters: int, threads: int = 32, maps: Sequence[int] = ()) -> str:
-    """A module of one kernel, k: its parameters (of `maps`, their addresses) in %rd0, %rd1, ..., and %tid.x in %r0."""
-    given = ",\n".join(f".param .u64 k_param_{place}" for place in range(parameters))
+def text(body: str, arrays: Sequence[np.ndarray | TensorMap], threads: int = 32, limits: str = "") -> str:
+    """A module of one kernel, k: addresses of its arrays and maps in %rd0, %rd1, ..., and %tid.x in %r0.
+
+    limits: directives beside .reqntid.
+    """
+    given = ",\n".join(f".param .u64 k_param_{place}" for place in range(len(arrays)))
     loads = "\n".join(
-        f"mov.b64 %rd{place}, k_param_{place};" if place in maps else f"ld.param.b64 %rd{place}, [k_param_{place}];"
-        for place in range(parameters)
+        f"mov.b64 %rd{place}, k_param_{place};"
+        if isinstance(array, TensorMap)
+        else f"ld.param.b64 %rd{place}, [k_param_{place}];"
+        for place, array in enumerate(arrays)
     )
-    head = f".visible .entry k(\n{given}\n)\n.reqntid {threads}\n{{\n{REGISTERS}\n{loads}\nmov.u32 %r0, %tid.x;\n"
-    return f"{head}{body}\nret;\n}}\n"
+    head = f".visible .entry k(\n{given}\n)\n.reqntid {threads}\n{limits}\n{{\n{REGISTERS}\n{loads}\n"
+    return f"{head}mov.u32 %r0, %tid.x;\n{body}\nret;\n}}\n"
 
 
 def run(
@@ -35,8 +40,14 @@ def run(
     seed: int | None = None,
 ) -> Launch:
     """Execute the body on the arrays, which it changes in place.  A TensorMap is passed by value: take its address."""
-    maps = [place for place, array in enumerate(arrays) if isinstance(array, TensorMap)]
-    program = read(text(body, len(arrays), threads, maps))
+    return execute(text(body, arrays, threads), arrays, shared=shared, ctas=ctas, seed=seed)
+
+
+def execute(
+    module: str, arrays: Sequence[np.ndarray | TensorMap], *, shared: int = 4096, ctas: int = 1, seed: int | None = None
+) -> Launch:
+    """Execute a module of one kernel, as `text` writes it, on the arrays."""
+    program = read(module)
     plain = [array for array in arrays if not isinstance(array, TensorMap)]
     regions = [Allocation(array.ctypes.data, array.ctypes.data + array.nbytes) for array in plain]
     arguments = [array if isinstance(array, TensorMap) else array.ctypes.data for array in arrays]

@@ -29,6 +29,11 @@ def pytest_configure(config: pytest.Config) -> None:
         raise pytest.UsageError(f"the patched interpreter still casts wrongly: {', '.join(wrong)}")
 
 
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """NumPy remarks on 448 / 1e-44, Inf * 0 and the like, which a GPU computes in silence."""
+    item.add_marker(pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning"))
+
+
 @pytest.fixture(autouse=True)
 def unwritten(monkeypatch):
     """Let every result start as NaN, or as a large integer, and have a guard behind it: what nobody writes shows."""
@@ -84,6 +89,21 @@ def few_programs(monkeypatch):
 
     monkeypatch.setattr(produce, "processors", lambda where: 2)
     monkeypatch.setattr(produce, "RESIDENT_WARPS", 1)
+
+
+@pytest.fixture
+def launched(monkeypatch) -> list[str]:
+    """Names of the launchers that ran."""
+    from fp8engine.ops import triton_backend  # not before `pytest_configure`
+
+    seen, real = [], triton_backend._launch
+
+    def spy(first: torch.Tensor, kernel: tuple[str, ...], *given):
+        seen.append(kernel[-1])
+        return real(first, kernel, *given)
+
+    monkeypatch.setattr(triton_backend, "_launch", spy)
+    return seen
 
 
 @pytest.fixture

@@ -23,8 +23,9 @@ import numpy as np
 import pytest
 import torch
 from activations import exact, factor, size, steepness
-from casts import E4M3, E5M2, FP8, MAX, assert_same
+from casts import E4M3, E5M2, FP8, MAX, assert_same, cast_of
 from casts import factor as scale_factor
+from contracts import counted, slot_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import UNIT
@@ -34,11 +35,7 @@ from fp8engine.kernels import act_quantize as kernel
 from fp8engine.kernels.act_quantize import act_quantize, act_quantize_backward
 from fp8engine.ops.reference.activations import Activation
 from fp8engine.ops.reference.cast_transpose import Store, store
-from fp8engine.ops.reference.operand import COUNTERS, Slot
-from tests.helpers.casts import cast_of
 
-# NumPy remarks on 448 / 1e-44, Inf * 0 and the like, which a GPU computes in silence.
-pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
 U = 2.0**-24
 KINDS = [*kernel.FUNCTIONS]
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
@@ -58,18 +55,10 @@ WAYS = [
 ]
 
 
-def slot_of(predicted: float | None) -> Slot | None:
-    """Slot 1 of 3, whose factor is that; a live amax of slots is -1 before their first cast of a step."""
-    if predicted is None:
-        return None
-    live, counts = torch.full((2, 3), -1.0), torch.zeros(len(COUNTERS), 3, dtype=torch.int64)
-    live[1] = predicted
-    return Slot(live, counts, 1)
-
-
 def way(dtype, group, power_of_2, transposed, predicted) -> Store:
     """One of WAYS, with a slot of its own."""
-    return Store(cast_of(dtype, *group, power_of_2, bool(predicted)), transposed, slot_of(predicted))
+    slot = None if predicted is None else slot_of(predicted)
+    return Store(cast_of(dtype, *group, power_of_2, bool(predicted)), transposed, slot)
 
 
 def made_by_kernel(form: tuple, backward: bool = False, uneven: bool = False) -> bool:
@@ -87,7 +76,7 @@ def assert_stored(found: tuple, to: Store, fresh: Store, made: bool = True) -> N
     assert y.is_contiguous()
     if not made:
         assert codes == [None, None]
-        assert to.slot is None or not to.slot.counts_CS.any()
+        assert to.slot is None or not any(counted(to.slot).values())
         return
     _, *wanted = store(y, y.dtype, fresh)
     assert (codes[1] is None) == (wanted[1] is None)
@@ -104,11 +93,6 @@ def assert_stored(found: tuple, to: Store, fresh: Store, made: bool = True) -> N
     if to.slot is not None:
         assert_same(to.slot.counts_CS, fresh.slot.counts_CS, "counters")
         assert_same(to.slot.live_2S, fresh.slot.live_2S, "live")
-
-
-def assert_rounded(found: torch.Tensor, wide: torch.Tensor) -> None:
-    """found: the FP32 values `wide`, rounded once, to its own dtype."""
-    assert_same(found.float(), wide.to(found.dtype).float(), "values")
 
 
 def numbers(m: int, k: int, dtype: torch.dtype, seed: int, strided: bool = False) -> torch.Tensor:
@@ -239,7 +223,7 @@ def test_what_fp16_cannot_hold_is_infinite_in_the_codes_too(dtype):
     assert found[0].tolist() == [[math.inf, 4.0, 0.0]]
     assert_stored(found, to, fresh)
     assert to.slot.live_2S[0, 1] == -1  # one Inf freezes no window
-    assert to.slot.counts_CS[COUNTERS.index("nonfinite"), 1] == 1
+    assert counted(to.slot)["nonfinite"] == 1
 
 
 @pytest.mark.parametrize("dtype", FP8, ids=str)
@@ -259,8 +243,7 @@ def test_a_prediction_holds_up_to_its_own_rounding(dtype, amax, of, over, recast
     x = torch.tensor([[amax, 1.0, 0.0], [amax, -2.0, 1e-9]])
     to, fresh = (way(dtype, (-1, -1), False, False, float(s)) for _ in range(2))
     assert_stored(act_quantize(x, "relu", to), to, fresh)
-    counts = dict(zip(COUNTERS, to.slot.counts_CS[:, 1].tolist(), strict=True))
-    assert (counts["saturated"], counts["recasts"]) == (2 * recast, recast)
+    assert (counted(to.slot)["saturated"], counted(to.slot)["recasts"]) == (2 * recast, recast)
 
 
 def test_an_activation_without_a_gradient_is_an_error_and_not_another_ones_gradient(monkeypatch):

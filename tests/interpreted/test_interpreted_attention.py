@@ -7,16 +7,13 @@ norm that is 2^-4 2^-4.5, halved where 64 keys and more add independently.  In 1
 
 import pytest
 import torch
+from attention_kernels import cast, forward, gradients
 
-from fp8engine.kernels.attention import attention
-from fp8engine.kernels.attention_backward import attention_backward
-from fp8engine.kernels.attention_cast import attention_cast
-from fp8engine.ops.reference.attention import LOG2_E, Form, factor_of, halved, rotation_of, width_of
+from fp8engine.ops.reference.attention import Form
 from fp8engine.ops.reference.attention import attention as twin
 from fp8engine.ops.reference.attention import attention_cast as twin_cast
 from fp8engine.ops.reference.attention_backward import attention_backward as backward_twin
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
 # heads, heads of keys, queries, keys, head dim, form
 SHAPES = {
     "causal, grouped": (2, 1, 130, 130, 64, Form(0.125, True)),
@@ -33,18 +30,6 @@ def inputs(name: str, dtype: torch.dtype = torch.bfloat16):
     shapes = (t, heads), (s, of_keys), (s, of_keys), (t, heads)
     parts = [torch.randn(2, rows, count, d, generator=generator).to(dtype).transpose(1, 2) for rows, count in shapes]
     return *parts, form
-
-
-def cast(x: torch.Tensor, rotated: bool, transposed: bool = False):
-    width = width_of(x.shape[-1])
-    rotation = rotation_of(width, halved(x[:0]).dtype, x.device) if rotated else None
-    return attention_cast(x, rotation, width, transposed)
-
-
-def forward(q, k, v, form):
-    d = q.shape[-1]
-    parts = cast(q, form.rotated), cast(k, form.rotated), cast(v, False, True)
-    return attention(*parts, form, factor_of(form, d), (q.shape[2], k.shape[2], d), q.dtype)
 
 
 def near(found: torch.Tensor, wanted: torch.Tensor, bound: float) -> None:
@@ -76,8 +61,7 @@ def test_forward_is_near_its_twin(name: str):
 @pytest.mark.parametrize("name", SHAPES)
 def test_backward_is_near_its_twin(name: str, dtype: torch.dtype):
     q, k, v, do, form = inputs(name, dtype)
-    found = attention_backward(do, q, k, cast(do, form.rotated), cast(v, form.rotated), form, form.scale * LOG2_E)
-    for ours, twins in zip(found, backward_twin(do, q, k, v, form), strict=True):
+    for ours, twins in zip(gradients(q, k, v, do, form), backward_twin(do, q, k, v, form), strict=True):
         assert ours.dtype == dtype
         near(ours, twins, 2.0**-11)
 
@@ -87,8 +71,7 @@ def test_a_key_that_is_not_finite_reaches_the_queries_that_see_it():
     k[0, 0, 70, 3] = float("nan")
     o, wanted = forward(q, k, v, form), twin(q, k, v, form)
     assert torch.equal(o.isnan(), wanted.isnan())
-    found = attention_backward(do, q, k, cast(do, True), cast(v, True), form, form.scale * LOG2_E)
-    for ours, twins in zip(found, backward_twin(do, q, k, v, form), strict=True):
+    for ours, twins in zip(gradients(q, k, v, do, form), backward_twin(do, q, k, v, form), strict=True):
         assert torch.equal(ours.isnan(), twins.isnan())
 
 
@@ -103,6 +86,5 @@ def test_what_fp16_cannot_hold_is_finite_in_bf16():
     q, k, v, do, form = inputs("causal, grouped")
     q, k, v, do = q * 2.0**-20, k * 2.0**20, v * 2.0**17, do * 2.0**17
     near(forward(q, k, v, form), twin(q, k, v, form), 2.0**-9)
-    found = attention_backward(do, q, k, cast(do, True), cast(v, True), form, form.scale * LOG2_E)
-    for ours, twins in zip(found, backward_twin(do, q, k, v, form), strict=True):
+    for ours, twins in zip(gradients(q, k, v, do, form), backward_twin(do, q, k, v, form), strict=True):
         near(ours, twins, 2.0**-11)

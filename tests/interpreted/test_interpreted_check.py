@@ -1,5 +1,7 @@
 """What `make gpu` will ask of a card, asked of the interpreter: the checks themselves work, and find nothing wrong."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
@@ -11,14 +13,23 @@ CPU = torch.device("cpu")
 EVERY = [*checks.checks(CPU), *smoke.checks(CPU)]
 
 
-# NumPy warns on some CPUs where a kernel subtracts Inf from Inf; what is stored is compared bit for bit.
-@pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
 @pytest.mark.short
 @pytest.mark.slow
 @pytest.mark.few(20)
 @pytest.mark.parametrize(("name", "one"), EVERY, ids=[name for name, _ in EVERY])
 def test_a_check_finds_nothing_wrong(name: str, one):
     assert one() is None
+
+
+@pytest.fixture
+def spoiled(monkeypatch: pytest.MonkeyPatch):
+    """A function that gives an operation of the triton backend a fault: `wrong` of its result and arguments."""
+
+    def spoil(operation: str, wrong: Callable) -> None:
+        right = getattr(triton_backend, operation)
+        monkeypatch.setattr(triton_backend, operation, lambda *given: wrong(right(*given), *given))
+
+    return spoil
 
 
 FAULTS = {
@@ -31,28 +42,22 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_check_finds_a_fault(fault: str, monkeypatch: pytest.MonkeyPatch):
+def test_a_check_finds_a_fault(fault: str, spoiled):
     for name in ("matmul", "matmul_fp16"):
-        right = getattr(triton_backend, name)
-        monkeypatch.setattr(
-            triton_backend, name, lambda *args, right=right, **rest: FAULTS[fault](right(*args, **rest))
-        )
-    shape = (16, 24, 32)
-    assert matmuls.integers_fp8(CPU, shape)
-    assert matmuls.integers_fp16(CPU, shape)
-    assert matmuls.integers_block(CPU, shape)
+        spoiled(name, lambda y, *given: FAULTS[fault](y))
+    for check in (matmuls.integers_fp8, matmuls.integers_fp16, matmuls.integers_block):
+        assert check(CPU, (16, 24, 32))
 
 
-@pytest.mark.parametrize("part", ["attention", "attention_backward"])
-def test_a_check_finds_a_fault_of_attention(part: str, monkeypatch: pytest.MonkeyPatch):
-    """One percent too much, of the result or of the last gradient."""
-    right = getattr(triton_backend, part)
-
-    def wrong(*args):
-        y = right(*args)
-        return y * 1.01 if part == "attention" else (*y[:-1], y[-1] * 1.01)
-
-    monkeypatch.setattr(triton_backend, part, wrong)
+@pytest.mark.parametrize(
+    ("part", "by_a_percent"),
+    [
+        ("attention", lambda y, *given: y * 1.01),
+        ("attention_backward", lambda found, *given: (*found[:-1], found[-1] * 1.01)),
+    ],
+)
+def test_a_check_finds_a_fault_of_attention(part: str, by_a_percent, spoiled):
+    spoiled(part, by_a_percent)
     assert "apart" in (attention.agrees(CPU, attention.SHAPES[0]) or "")
 
 
@@ -63,52 +68,40 @@ def test_the_check_of_casts_finds_a_cast_that_hides_infinity(monkeypatch: pytest
         assert "inf the first" in (matmuls.rounding(CPU, format) or "")
 
 
+def other_codes(q: torch.Tensor) -> torch.Tensor:
+    return (q.view(torch.uint8) ^ 1).view(q.dtype)
+
+
 WRONG_CASTS = {
-    "a code": lambda q, scale: (q.view(torch.uint8).bitwise_xor(1).view(q.dtype), scale),
-    "a scale, by an ulp": lambda q, scale: (q, scale * (1 + 2.0**-23)),
+    "a code": lambda found, *given: (other_codes(found[0]), found[1]),
+    "a scale, by an ulp": lambda found, *given: (found[0], found[1] * (1 + 2.0**-23)),
 }
 
 
 @pytest.mark.parametrize("fault", WRONG_CASTS)
-def test_the_check_of_casts_finds_a_fault(fault: str, monkeypatch: pytest.MonkeyPatch):
-    right = triton_backend.quantize
-    monkeypatch.setattr(triton_backend, "quantize", lambda x, how, slot=None: WRONG_CASTS[fault](*right(x, how, slot)))
+def test_the_check_of_casts_finds_a_fault(fault: str, spoiled):
+    spoiled("quantize", WRONG_CASTS[fault])
     assert casts.casts(CPU, (3, 7))
 
 
-def test_the_check_of_scale_updates_finds_a_fault(monkeypatch: pytest.MonkeyPatch):
-    right = triton_backend.scale_update
-
-    def late(history_HS, live_2S, rules_3S):
-        right(history_HS, live_2S, rules_3S)
-        live_2S[1, 7] += 1
-
-    monkeypatch.setattr(triton_backend, "scale_update", late)
+def test_the_check_of_scale_updates_finds_a_fault(spoiled):
+    spoiled("scale_update", lambda nothing, history_HS, live_2S, rules_3S: live_2S[1, 7].add_(1))
     assert "live" in (casts.scale_update(CPU) or "")
-
-
-def _codes(q: torch.Tensor, change) -> torch.Tensor:
-    return change(q.view(torch.uint8)).view(q.dtype)
 
 
 WRONG_PRODUCERS = {  # of (y, (codes, scale)) -> what is said of it
     "a value in 32": (lambda y, q: (y * (1 + 2.0**-5), q), "forward: result 0"),
     "rows exchanged": (lambda y, q: (y.flip(0), q), "forward: result 0"),
-    "a code in a row": (lambda y, q: (y, q and (_codes(q[0], lambda codes: codes ^ 1), q[1])), "codes beside"),
+    "a code in a row": (lambda y, q: (y, q and (other_codes(q[0]), q[1])), "codes beside"),
     "a scale, by an ulp": (lambda y, q: (y, q and (q[0], q[1] * (1 + 2.0**-23))), "scale of codes beside"),
 }
 
 
 @pytest.mark.parametrize("fault", WRONG_PRODUCERS)
 @pytest.mark.parametrize("name", ["norm_quantize", "act_quantize"])
-def test_the_checks_of_producers_find_a_fault(name: str, fault: str, monkeypatch: pytest.MonkeyPatch):
-    right, (change, said) = getattr(triton_backend, name), WRONG_PRODUCERS[fault]
-
-    def wrong(*args):
-        y, q, *rest = right(*args)
-        return *change(y, q), *rest
-
-    monkeypatch.setattr(triton_backend, name, wrong)
+def test_the_checks_of_producers_find_a_fault(name: str, fault: str, spoiled):
+    change, said = WRONG_PRODUCERS[fault]
+    spoiled(name, lambda found, *given: (*change(*found[:2]), *found[2:]))
     one = casts.norms if name == "norm_quantize" else casts.activations
     assert said in (one(CPU, (5, 256)) or "")
 

@@ -4,11 +4,9 @@ import pytest
 from contracts import NOTHING
 from operations import CASES, OPERATIONS, calls
 from ops.test_contracts import PRODUCERS, codes_are_a_cache, is_its_twin
+from parts import LACKS
 
 import fp8engine as fe
-
-# NumPy remarks on 448 / 1e-44, Inf * 0 and the like, which a GPU computes in silence.
-pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
 
 
 @pytest.fixture(autouse=True)
@@ -37,3 +35,8 @@ def test_it_is_its_twin_straight_and_through_the_dispatcher(name: str, form: str
 def test_codes_are_a_cache(name: str, form: str):
     """Of each activation a few of the ways to store, which with all activations are all of them."""
     codes_are_a_cache([*calls(name, form)][PRODUCERS.index((name, form)) % 5 :: 5])
+
+
+def test_the_short_part_lacks_nothing(request: pytest.FixtureRequest):
+    """Each file of this room is a kernel, or a family of them, and has a case in it."""
+    assert request.config.stash.get(LACKS, []) == [], "mark a case of each `short`"

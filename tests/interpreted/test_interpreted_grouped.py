@@ -3,18 +3,18 @@
 import hypothesis.strategies as st
 import pytest
 import torch
+from casts import E4M3, E5M2, cast_of
+from contracts import in_bytes, slot_of
 from hypothesis import given, settings
+from real_operands import real
 
 from fp8engine.kernels import expert_rows
 from fp8engine.kernels.matmul_grouped import grouped_rows, grouped_sums
 from fp8engine.kernels.quantize_experts import expert_sums, quantize_experts, transpose_experts
 from fp8engine.kernels.tuning import Config
-from fp8engine.ops.reference import Epilogue, Operand, Slot, quantize
+from fp8engine.ops.reference import Epilogue, Operand, quantize
 from fp8engine.ops.reference import grouped as twin
-from fp8engine.ops.reference.operand import COUNTERS
-from tests.helpers.casts import cast_of
 
-E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 SMALL = Config(64, 32, 64, group_m=2, warps=4, stages=2, descriptors=False)
 DESCRIBED = SMALL._replace(descriptors=True)
 DIVISION = st.lists(st.sampled_from([0, 0, 1, 17, 127, 128, 129, 260]), min_size=1, max_size=5)
@@ -28,15 +28,6 @@ def cast(x: torch.Tensor, rows: int, cols: int, bounds: torch.Tensor, transposed
         return Operand(*quantize(x, how), rows, cols, True)
     q, scale = twin.quantize_experts(x, how, bounds, None, transposed)
     return Operand(q, scale, *((cols, rows) if transposed else (rows, cols)), True)
-
-
-def real(x: Operand) -> torch.Tensor:
-    m, k = x.data.shape
-    scale = x.scale.double()
-    if scale.dim():
-        rows, cols = (m if x.rows == -1 else x.rows), (k if x.cols == -1 else x.cols)
-        scale = scale.repeat_interleave(rows, 0)[:m].repeat_interleave(cols, 1)[:, :k]
-    return x.data.double() * scale
 
 
 @settings(max_examples=8)
@@ -127,12 +118,11 @@ def test_any_number_of_programs_covers_every_tile(processors, monkeypatch):
     b = Operand(torch.randint(-2, 3, (4 * 70, 32)).float().to(E4M3), torch.tensor(1.0))
     y = grouped_rows(a, b, bounds, Epilogue(None, torch.float32), False, SMALL)
     assert torch.equal(y, twin.grouped_rows(a, b, bounds, out=torch.float32))
-    slots = [Slot(torch.full((2, 1), -1.0), torch.zeros(len(COUNTERS), 1, dtype=torch.int64), 0) for _ in "ab"]
+    slots = slot_of(), slot_of()
     y[0, 0] = 1e5  # in the first tile of several
     q, scale = casts.quantize_experts(y, cast_of(E4M3, -1, 1), bounds, slots[0], True)
     wanted = twin.quantize_experts(y, cast_of(E4M3, -1, 1), bounds, slots[1], True)
     used = 128 * int(bounds[1, -1])
     assert torch.equal(q.float()[:, :used], wanted[0].float()[:, :used])
     assert torch.equal(scale, wanted[1])
-    assert slots[0].live_2S.tolist() == slots[1].live_2S.tolist()
-    assert slots[0].counts_CS.tolist() == slots[1].counts_CS.tolist()
+    assert in_bytes(slots[0]) == in_bytes(slots[1])

@@ -1,4 +1,6 @@
-"""Every matmul against float64 products of what its operands stand for (the bound: conftest.py), and its twin.
+"""Every matmul against float64 products of what its operands stand for (the bound: conftest.py).
+
+Bit for bit the twin where sums are exact: test_interpreted_epilogue.py.
 
 fp8, promoted    FP8 codes, a scale per tensor or row of either operand; sums of the Tensor Core's own, or promoted
 block            FP8 codes, scales along K
@@ -10,17 +12,17 @@ import itertools
 import faithful
 import pytest
 import torch
-from casts import E4M3, E5M2, cast_of, every_code
+from casts import E4M3, E5M2, cast_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from real_operands import real
 from triton.runtime import interpreter
 
 from fp8engine.kernels import launch
 from fp8engine.kernels import matmul as module
 from fp8engine.kernels.matmul import matmul_fp8, matmul_fp16
 from fp8engine.kernels.tuning import Config, table
-from fp8engine.ops import reference
-from fp8engine.ops.reference import Epilogue, Operand, finish, quantize
+from fp8engine.ops.reference import Epilogue, Operand, quantize
 
 TENSOR, ROW, ALONG_K, ALONG_ROWS = (-1, -1), (1, -1), "along K", "along rows"
 # How one operand may be given: rows and columns of a scale's group, or along what its 16-bit numbers lie.
@@ -75,26 +77,11 @@ def integers(side, m: int, k: int) -> Operand:
     return Operand(x.to(E4M3), torch.exp2(torch.randint(-3, 4, shape) * 1.0), *side)
 
 
-def real(x: Operand) -> torch.Tensor:
-    """The numbers that it stands for, in float64."""
-    if not x.scaled_along_k:
-        return x.data.double() * x.scale.double()
-    m, k = x.data.shape
-    return x.data.double() * x.scale.double().repeat_interleave(x.rows, 0)[:m].repeat_interleave(x.cols, 1)[:, :k]
-
-
 def multiply(kind: str, a: Operand, b: Operand, end: Epilogue = FP32, config: Config | None = None) -> torch.Tensor:
     """The kernel's product."""
     if kind == "fp16":
         return matmul_fp16(a.data, b.data, end, config)
     return matmul_fp8(a, b, end, kind == "promoted", config)
-
-
-def twin(kind: str, a: Operand, b: Operand) -> torch.Tensor:
-    """The reference's product, FP32."""
-    if kind == "fp16":
-        return reference.matmul_fp16(a.data, b.data, None, torch.float32)
-    return (reference.matmul_block if kind == "block" else reference.matmul_fp8)(a, b, None, torch.float32)
 
 
 @pytest.mark.few(20)
@@ -206,17 +193,6 @@ def test_what_is_not_finite_reaches_its_row_and_its_column_and_no_other(kind):
                 assert y_MN[others].isfinite().all()
 
 
-@of_each
-@pytest.mark.parametrize(
-    "config", [POINTERS, DESCRIPTORS, Config(32, 128, 128, parts=4), Config(128, 64, 128)], ids=str
-)
-def test_the_twin_agrees_bit_for_bit_where_sums_are_exact(config, kind):
-    for (first, second), out in zip(PAIRS[kind], itertools.cycle(OUTPUTS)):
-        a, b, bias_N = integers(first, 130, 144), integers(second, 136, 144), torch.randint(-99, 100, (136,)).float()
-        wanted = finish(twin(kind, a, b), Epilogue(bias_N, out))
-        assert torch.equal(multiply(kind, a, b, Epilogue(bias_N, out), config), wanted)
-
-
 @pytest.mark.parametrize("processors", [1, 3, 4, 100])
 @of_each
 def test_any_number_of_programs_covers_every_tile(kind, processors, monkeypatch):
@@ -235,15 +211,6 @@ def test_a_scale_near_the_end_of_fp32_makes_no_finite_result_infinite(first, sec
         a, b = operand(one, first), operand(other, second)
         for config in (POINTERS, DESCRIPTORS):
             assert_within_bound(multiply("fp8", a, b, FP32, config), real(a), real(b))
-
-
-@pytest.mark.parametrize("dtype", [E4M3, E5M2])
-def test_every_code_is_multiplied_as_the_value_it_stands_for(dtype):
-    # One column of K at a time: y[m, n] = code[m] * code[n] has at most 8 bits, so that FP32 holds it exactly.
-    codes = every_code(dtype)
-    codes = codes[codes.float().isfinite()][:, None]
-    a, b = Operand(codes, torch.ones(())), Operand(every_code(E4M3)[:127, None], torch.ones(()))
-    assert torch.equal(multiply("fp8", a, b).double(), real(a) @ real(b).t())
 
 
 @pytest.mark.parametrize("card", [89, 90, 120])

@@ -31,8 +31,6 @@ from fp8engine.kernels.norm_quantize import norm_quantize, norm_quantize_backwar
 from fp8engine.ops.reference.cast_transpose import Store
 from fp8engine.ops.reference.norm_quantize import Norm, RowStatistics
 
-# NumPy remarks on 448 / 1e-44, Inf * 0 and the like, which a GPU computes in silence.
-pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
 NORMS = [Norm("rms"), Norm("rms", 1e-6, True), Norm("layer"), Norm("layer", 1e-3, True)]
 # Their codes a kernel of a norm makes: it never holds two rows, so that what is cast at once is not turned.
 ROW_WAYS = [form for form in WAYS if not form[3] or (form[1] == (-1, -1) and not form[4])]

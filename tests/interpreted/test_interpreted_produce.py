@@ -4,8 +4,9 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from casts import E4M3, FP8
-from interpreted.test_interpreted_act import assert_stored, numbers, slot_of, way
+from casts import E4M3, FP8, cast_of
+from contracts import slot_of
+from interpreted.test_interpreted_act import assert_stored, numbers, way
 
 from fp8engine.kernels import produce as kernel
 from fp8engine.kernels import quantize
@@ -13,7 +14,6 @@ from fp8engine.kernels.act_quantize import act_quantize
 from fp8engine.kernels.norm_quantize import norm_quantize
 from fp8engine.ops.reference.cast_transpose import Store
 from fp8engine.ops.reference.norm_quantize import Norm
-from tests.helpers.casts import cast_of
 
 ROWS, COLUMNS = 16, 4
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from autograd.test_produce import UNCOUNTED, WRITES, K, assert_written, between
 from contracts import in_bytes
+from scenarios import INNER, Gated, Siblings
 from support import DTYPES, FP8_RECIPES, converted, same, tables
 from torch import nn
 
@@ -20,47 +21,23 @@ from fp8engine.ops.reference import Norm, Store
 from fp8engine.ops.reference.cast_transpose import IN_16_BITS
 from fp8engine.scaling.operands import Producer
 
-# NumPy remarks on exp(-x) that is Inf, and the like, which a GPU computes in silence.
-pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
+
+def every_producer() -> nn.Module:
+    """A norm that three layers read, one before a gated MLP, one before a plain one."""
+    return nn.Sequential(
+        Siblings(nn.LayerNorm(K)),
+        nn.Sequential(nn.RMSNorm(K, eps=1e-6), Gated()),
+        nn.Sequential(nn.LayerNorm(K), nn.Linear(K, INNER), nn.GELU(), nn.Linear(INNER, K)),
+    )
 
 
-F = 48
-
-
-class Gated(nn.Module):
-    """An MLP with a gate, as the probe knows it."""
-
-    def __init__(self):
-        super().__init__()
-        self.gate, self.up, self.down = nn.Linear(K, F), nn.Linear(K, F), nn.Linear(F, K)
-
-    def forward(self, x):
-        return self.down(nn.functional.silu(self.gate(x)) * self.up(x))
-
-
-class Block(nn.Module):
-    """A norm that three layers read, one before a gated MLP, one before a plain one; every kind of producer."""
-
-    def __init__(self):
-        super().__init__()
-        self.norm1, self.norm2, self.norm3 = nn.LayerNorm(K), nn.RMSNorm(K, eps=1e-6), nn.LayerNorm(K)
-        self.q, self.k, self.v, self.o = (nn.Linear(K, K) for _ in range(4))
-        self.gated, self.plain = Gated(), nn.Sequential(nn.Linear(K, F), nn.GELU(), nn.Linear(F, K))
-
-    def forward(self, x):
-        h = self.norm1(x)
-        x = x + self.o(self.q(h) * self.k(h).sigmoid() + self.v(h))
-        x = x + self.gated(self.norm2(x))
-        return x + self.plain(self.norm3(x))
-
-
-PRODUCERS = ["norm1", "norm2", "norm3", "gated", "plain.1"]
+PRODUCERS = ["0.norm", "1.0", "1.1", "2.0", "2.2"]
 
 
 def block(recipe: str = "current", dtype: torch.dtype = torch.float32) -> Any:
     """The same weights every time, converted."""
     torch.manual_seed(0)
-    model = converted(Block().to(dtype), recipe)
+    model = converted(every_producer().to(dtype), recipe)
     assert [name for name, m in model.named_modules() if type(m).__name__.startswith("Producing")] == PRODUCERS
     return model
 

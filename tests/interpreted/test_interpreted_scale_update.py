@@ -5,12 +5,10 @@ Every comparison is of bits, so that NaN, the sign of zero and entries that are 
 
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from casts import MAX
 from hypothesis import example, given
 from hypothesis import strategies as st
-from triton.runtime.interpreter import InterpreterBuilder as Builder
 
 from fp8engine.kernels import scale_update as kernel
 from fp8engine.ops.reference.scale import FP32_MAX, _scale_update_numpy, _scale_update_torch
@@ -31,12 +29,6 @@ class Tables(NamedTuple):
 
     def copy(self) -> "Tables":
         return Tables(*(x.clone() for x in self))
-
-
-def update(tables: Tables) -> None:
-    """The launch.  A quotient that overflows is one of its cases, on which no GPU remarks."""
-    with np.errstate(all="ignore"):
-        kernel.scale_update(*tables)
 
 
 def numbers(shape: tuple[int, int], odd: float, make: torch.Generator) -> torch.Tensor:
@@ -88,7 +80,7 @@ def assert_as_twins(found: Tables, before: Tables) -> None:
 def test_bit_for_bit(rows, slots, odd, idle, seed):
     tables = tables_of(rows, slots, odd, idle, seed)
     before = tables.copy()
-    update(tables)
+    kernel.scale_update(*tables)
     assert_as_twins(tables, before)
 
 
@@ -101,54 +93,8 @@ def test_tables_of_any_strides(seed, shape):
         for into, x in zip(tables, dense, strict=True):
             into.copy_(x)
         assert shape[0] < 4 or not tables.history.is_contiguous()
-        update(tables)
+        kernel.scale_update(*tables)
         assert_as_twins(tables, dense)
     assert (spread.history._base[0::2] == 7).all()  # what lies between is not theirs
     assert (spread.history._base[:, 0::3] == 7).all()
     assert (spread.live._base[:, 1::3] == 7).all()
-
-
-def test_slots_that_did_not_run_keep_every_bit():
-    junk = torch.randint(-(2**31), 2**31, (71, 40), dtype=torch.int32).view(torch.float32)
-    tables = Tables(junk[:70].clone(), torch.stack([torch.full((40,), -1.0), junk[70]]), torch.full((3, 40), 70.0))
-    tables.live[0, ::3] = 2.0
-    tables.live[0, 1::3] = NAN  # an amax that is no number is not entered either
-    before = tables.copy()
-    update(tables)
-    still = torch.arange(40) % 3 != 0
-    assert_bits(tables.history[:, still], before.history[:, still], "history")
-    assert_bits(tables.live[1, still], before.live[1, still], "factor")
-    assert (tables.live[0] == -1).all()
-    assert_as_twins(tables, before)
-
-
-def test_all_reads_of_a_tile_come_before_its_barrier_and_all_writes_after(monkeypatch):
-    # Threads of a program run in any order between two barriers, which the interpreter cannot show: so look at what
-    # is read and written between them.  No address may be in both.
-    between: list[tuple[set[int], set[int]]] = [(set(), set())]
-
-    plain_load, plain_store = (getattr(Builder, name) for name in ("create_masked_load", "create_masked_store"))
-
-    def note(pointers, mask, which) -> None:
-        between[-1][which].update(pointers.data[np.broadcast_to(mask.data, pointers.data.shape)].tolist())
-
-    def load(self, pointers, mask, *rest):
-        note(pointers, mask, 0)
-        return plain_load(self, pointers, mask, *rest)
-
-    def store(self, pointers, value, mask, *rest):
-        note(pointers, mask, 1)
-        return plain_store(self, pointers, value, mask, *rest)
-
-    def barrier(self):
-        between.append((set(), set()))
-
-    for name, watched in (("masked_load", load), ("masked_store", store), ("barrier", barrier)):
-        monkeypatch.setattr(Builder, f"create_{name}", watched)
-    for rows in (1, 17, 64, 65, 200):
-        between[:] = [(set(), set())]
-        update(tables_of(rows, 32, idle=0.0))
-        assert len(between) == -(-rows // kernel.MOST_ROWS) + 1
-        assert all(not read & written for read, written in between), f"{rows} rows"
-        assert between[0][0]
-        assert between[-1][1]

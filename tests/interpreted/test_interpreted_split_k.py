@@ -5,7 +5,8 @@ import torch
 from casts import E4M3
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from interpreted.test_interpreted_matmul import FP32, PAIRS, ROW, TENSOR, multiply, random, real
+from interpreted.test_interpreted_matmul import FP32, PAIRS, ROW, TENSOR, multiply, random
+from real_operands import real
 
 from fp8engine.kernels import split_k
 from fp8engine.kernels.tuning import Config

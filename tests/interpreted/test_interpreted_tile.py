@@ -1,4 +1,7 @@
-"""The order of tiles: each visited once, in groups of rows, column by column inside a group; and pieces in order."""
+"""The order of tiles: each visited once, in groups of rows, column by column inside a group; and pieces in order.
+
+At the end: what every test of this room relies on, that an access beside a tensor is an error.
+"""
 
 import itertools
 import math
@@ -9,6 +12,7 @@ import triton
 import triton.language as tl
 from hypothesis import given
 from hypothesis import strategies as st
+from triton.runtime.errors import InterpreterError
 
 from fp8engine.kernels.tile import load_tile, pieces, place_of, store_tile
 
@@ -86,3 +90,26 @@ def test_offsets_of_rows_take_64_bits(far):
     x[16, :size] = torch.randn(size)
     _copy[(1,)](x, x[:, 64:], 16, rows, columns, SIZE=size)
     assert torch.equal(x[16, 64 : 64 + size], x[16, :size])
+
+
+@triton.jit
+def _rounded(x, y, SIZE: tl.constexpr):
+    i = tl.arange(0, SIZE)
+    tl.store(y + i, tl.load(x + i).to(y.dtype.element_ty))
+
+
+@triton.jit
+def _raise(x, SIZE: tl.constexpr):
+    i = tl.arange(0, SIZE)
+    tl.atomic_max(x + i, i, mask=i >= 0)
+
+
+@pytest.mark.parametrize(("read", "written"), [(15, 16), (16, 15)])
+def test_memory_beside_a_tensor_is_neither_read_nor_written(read: int, written: int):
+    with pytest.raises(InterpreterError, match="no tensor of its launch holds"):
+        _rounded[(1,)](torch.zeros(read), torch.zeros(written), SIZE=16)
+
+
+def test_an_atomic_beside_a_tensor_is_an_error_too():
+    with pytest.raises(InterpreterError, match="no tensor of its launch holds"):
+        _raise[(1,)](torch.zeros(15, dtype=torch.int32), SIZE=16)

@@ -1,18 +1,28 @@
-"""The host's side of a launch: which operands TMA can read, descriptors kept without keeping memory, grids, pieces."""
+"""The host's side of a launch: which operands TMA can read, descriptors kept without keeping memory, grids, pieces.
 
+At the end: the kernels' constants, which Triton compares at every launch.
+"""
+
+import copy
 import gc
+import importlib
+import pkgutil
 import weakref
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import triton.language as tl
 
-from fp8engine.kernels import launch
+from fp8engine.kernels import gluon_ring, launch
+from fp8engine.kernels.constant import Constant
 from fp8engine.kernels.tuning import Config
 from fp8engine.ops.reference import Epilogue
 
 E4M3 = torch.float8_e4m3fn
 CPU = torch.device("cpu")
+KERNELS = Path(launch.__file__).parent
 
 
 def codes(*shape: int, dtype: torch.dtype = E4M3) -> torch.Tensor:
@@ -44,20 +54,24 @@ def test_how_an_operand_can_be_read(x: torch.Tensor, way: str):
     assert launch.describable(x) is (way == "descriptor")
 
 
-def test_a_descriptor_is_kept_and_keeps_no_memory():
+@pytest.mark.parametrize("descriptor", [launch.descriptor, gluon_ring.descriptor], ids=["Triton", "Gluon"])
+def test_a_descriptor_is_kept_and_keeps_no_memory(descriptor):
     x = codes(64, 32)
-    first = launch.descriptor(x, (16, 32))
-    assert launch.descriptor(x, (16, 32)) is first
-    assert launch.descriptor(x.view(64, 32), (16, 32)) is first  # an address and a shape, whoever asks
-    for other in (
-        launch.descriptor(x, (32, 32)),
-        launch.descriptor(x[:32], (16, 32)),
-        launch.descriptor(x[16:], (16, 32)),
-        launch.descriptor(x.view(torch.float8_e5m2), (16, 32)),
-        launch.descriptor(x[::2], (16, 32)),
+    first = descriptor(x, (16, 32))
+    assert descriptor(x, (16, 32)) is first
+    assert descriptor(x.view(64, 32), (16, 32)) is first  # an address and a shape, whoever asks
+    for other, box in (
+        (x, (32, 32)),
+        (x[:32], (16, 32)),
+        (x[16:], (16, 32)),
+        (x.view(torch.float8_e5m2), (16, 32)),
+        (x[::2], (16, 32)),
     ):
-        assert other is not first
+        assert descriptor(other, box) is not first
     assert (first.base.data_ptr(), first.shape, first.strides) == (x.data_ptr(), [64, 32], [32, 1])
+    if descriptor is gluon_ring.descriptor:
+        assert (first.layout.swizzle_byte_width, first.layout.element_bitwidth) == (32, 8)
+    del other
     gone = weakref.ref(x)
     del x
     gc.collect()
@@ -120,3 +134,20 @@ def test_offsets_in_a_tile_fit_into_32_bits():
     assert launch.addressable(torch.empty(2, (1 << 23) - 1, device="meta"))
     assert not launch.addressable(torch.empty(2, 1 << 23, device="meta"))
     assert not launch.addressable(torch.empty(2, 1 << 23, device="meta").t())
+
+
+@pytest.mark.parametrize("name", [name for _, name, _ in pkgutil.iter_modules([str(KERNELS)])])
+def test_every_constant_of_a_kernel_is_its_own_copy(name: str):
+    """A `tl.constexpr` would cost 1.8 us of the host's time at each launch of each kernel that uses it."""
+    module = importlib.import_module(f"fp8engine.kernels.{name}")
+    found = {key: value for key, value in vars(module).items() if isinstance(value, tl.constexpr)}
+    assert {key for key, value in found.items() if not isinstance(value, Constant)} == set()
+    assert all(copy.deepcopy(value) is value for value in found.values())
+
+
+def test_a_constant_is_compared_with_others_as_any():
+    one, same, other = Constant(1.5), Constant(1.5), Constant(2)
+    assert (one != one) is False  # what Triton asks at a launch
+    assert one != other
+    assert one == same
+    assert repr(one) == repr(tl.constexpr(1.5))  # a part of the key of Triton's cache

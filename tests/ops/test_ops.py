@@ -1,6 +1,10 @@
-"""Which backend a matmul runs on, and dispatch modes, which change no number."""
+"""Which backend a matmul runs on, and dispatch modes, which change no number.
+
+At the end: operands on two devices, and scales of another shape; the error names the tensor.
+"""
 
 import contextlib
+import itertools
 import threading
 
 import pytest
@@ -11,11 +15,13 @@ from support import FP8_RECIPES, same, tables
 from torch.utils.flop_counter import FlopCounterMode
 
 import fp8engine as fe
-from fp8engine.errors import BackendError, UnknownName
+from fp8engine.errors import BackendError, ShapeError, UnknownName
+from fp8engine.numerics.cast import Cast
 from fp8engine.numerics.recipe import resolve
 from fp8engine.ops import casts, matmul
 
 CPU = torch.device("cpu")
+CURRENT = fe.Cast(fe.E4M3)
 
 
 def chosen() -> str:
@@ -110,3 +116,45 @@ def test_a_dispatch_mode_changes_no_number(recipe: str, mode):
     assert same(*runs)
     if isinstance(watching, Watch):
         assert watching.names.count("matmul") == 3 * 3 * resolve(recipe).fp8_share
+
+
+def elsewhere(*shape: int) -> torch.Tensor:
+    return torch.empty(shape, device="meta")
+
+
+def test_a_matmul_or_a_cast_over_two_devices_names_the_tensor():
+    plain, (q, other) = torch.randn(4, 32), (fe.quantize(torch.randn(rows, 32), CURRENT) for rows in (4, 8))
+    for a, b, bias, what in (
+        (q, other.to("meta"), None, "b"),
+        (q, other, elsewhere(8), "bias"),
+        (plain, elsewhere(8, 32), None, "b"),
+        (plain, torch.randn(8, 32), elsewhere(8), "bias"),
+    ):
+        with pytest.raises(BackendError, match=rf"^matmul: its first tensor is on cpu and {what} on meta; .*move one"):
+            fe.matmul(a, b, bias_N=bias)
+    with pytest.raises(BackendError, match=r"^quantize: .* on cpu and scale on meta"):
+        fe.quantize(plain, CURRENT, scale=elsewhere())
+
+
+@pytest.mark.parametrize("what", ["input", "weight"])
+@pytest.mark.parametrize("recipe", ["current", "bf16"])
+def test_a_layer_and_its_input_on_two_devices_name_the_layer(recipe: str, what: str):
+    layer = fe.Linear(32, 8, recipe=recipe)
+    layer.numerics.name = "blocks.3.up"
+    x = torch.randn(4, 32)
+    if what == "input":
+        x = x.to("meta")
+    else:
+        layer = layer.to("meta")
+    with pytest.raises(BackendError, match=r"^blocks\.3\.up: .* on (cpu|meta) and weight on (meta|cpu)"):
+        layer(x)
+
+
+@pytest.mark.parametrize("text", ["e4m3", "e4m3 1x-1"])
+def test_a_scale_of_another_shape_is_refused_with_the_shape_it_should_have(text: str):
+    x, how, want = torch.randn(4, 32), Cast.parse(text), r"\[\]" if text == "e4m3" else r"\[4, 1\]"
+    for shape, quantize in itertools.product(((3,), (4, 2), (1, 4), (5, 1)), (casts.quantize_given, fe.quantize)):
+        with pytest.raises(ShapeError, match=rf"^quantize: scale is .*has {want}"):
+            quantize(x, how, torch.ones(shape))
+    one, wanted = (casts.quantize_given(x, each, torch.tensor(0.25)) for each in (how, Cast.parse("e4m3")))
+    assert torch.equal(one.data.float(), wanted.data.float()), "one number serves every group"

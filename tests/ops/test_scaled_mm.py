@@ -56,9 +56,11 @@ class Card:
 
     def __init__(self):
         self.calls: list[bool] = []  # whether each was to sum fast
+        self.biases: list[torch.Tensor | None] = []
 
     def __call__(self, a, b, scale_a, scale_b, bias=None, out_dtype=None, use_fast_accum=False):
         self.calls.append(use_fast_accum)
+        self.biases.append(bias)
         described = [(tuple(x.shape), x.stride(), x.dtype) for x in (a, b, scale_a, scale_b)]
         about_bias = None if bias is None else (tuple(bias.shape), bias.stride(), bias.dtype)
         shape = asked(tuple(described), about_bias, out_dtype, use_fast_accum)
@@ -165,6 +167,29 @@ def test_the_product_of_any_shape_dtype_and_layout(shape, groups: str, out: torc
                 assert torch.equal(scaled_mm.matmul(first, second, None, out, fast), wanted)
     columns = [operand(torch.randn(shape[1], size), (-1, 1)) for size in (shape[0], n)]  # as wgrad reads them
     check(scaled_mm.matmul(columns[0].t(), columns[1].t()), columns[0].t(), columns[1].t())
+
+
+@pytest.mark.parametrize(
+    ("groups", "n", "out", "inside"),
+    [
+        ("tensor x tensor", 16, torch.bfloat16, True),
+        ("row x row", 16, torch.bfloat16, True),
+        ("tensor x tensor", 16, torch.float32, False),  # an FP32 result
+        ("tensor x tensor", 21, torch.bfloat16, False),  # a padded N
+    ],
+)
+def test_a_card_rounds_a_bias_of_fp32_that_torch_adds_and_keeps_the_digits_of_one_that_it_does_not(
+    groups: str, n: int, out: torch.dtype, inside: bool, card: Card, monkeypatch: pytest.MonkeyPatch
+):
+    """Sums of small integers are exact: there is one rounding, that of the result, or two where torch adds no bias."""
+    monkeypatch.setattr(device, "has_fp8", lambda where: True)
+    a, b = (Operand(torch.randint(-8, 9, (rows, 32)).to(E4M3), torch.tensor(0.5)) for rows in (5, n))
+    if groups == "row x row":
+        a, b = (x._replace(scale=torch.ones(len(x.data), 1), rows=1) for x in (a, b))
+    bias_N, sums = torch.randn(n), (a.data.double() * a.scale) @ (b.data.double() * b.scale).t()
+    wanted = (sums + bias_N.to(out).double()).to(out) if inside else (sums.to(out) + bias_N).to(out)
+    assert torch.equal(scaled_mm.matmul(a, b, bias_N, out), wanted)
+    assert [bias is None or bias.dtype for bias in card.biases] == [out if inside else True]
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])

@@ -82,20 +82,18 @@ def test_a_given_scale_is_used_and_what_does_not_fit_saturates(granularity):
 
 
 @pytest.mark.parametrize(
-    ("x", "cast", "scale", "error", "why"),
+    ("x", "cast", "error", "why"),
     [
-        (torch.ones(2, 2).double(), cast_of(TENSOR), None, fe.errors.UnsupportedDtype, "x is torch.float64"),
-        (torch.ones(2, 2).int(), cast_of(TENSOR), None, fe.errors.UnsupportedDtype, "x is torch.int32"),
-        (torch.ones(2, 2).to_sparse(), cast_of(TENSOR), None, fe.errors.UnsupportedDtype, "torch.sparse_coo"),
-        (torch.ones(2, 2), fe.Cast(fe.BF16), None, fe.errors.UnsupportedDtype, "BF16 has no scale"),
-        (torch.tensor(1.0), cast_of(TENSOR), None, fe.errors.ShapeError, "no dimensions"),
-        (torch.ones(4, 2), cast_of(ROW), torch.ones(2, 1), fe.errors.ShapeError, r"scale is \[2, 1\].*\[4, 1\]"),
-        (torch.ones(4, 2), cast_of(TENSOR), torch.ones(4, 1), fe.errors.ShapeError, r"scale is \[4, 1\]"),
+        (torch.ones(2, 2).double(), cast_of(TENSOR), fe.errors.UnsupportedDtype, "x is torch.float64"),
+        (torch.ones(2, 2).int(), cast_of(TENSOR), fe.errors.UnsupportedDtype, "x is torch.int32"),
+        (torch.ones(2, 2).to_sparse(), cast_of(TENSOR), fe.errors.UnsupportedDtype, "torch.sparse_coo"),
+        (torch.ones(2, 2), fe.Cast(fe.BF16), fe.errors.UnsupportedDtype, "BF16 has no scale"),
+        (torch.tensor(1.0), cast_of(TENSOR), fe.errors.ShapeError, "no dimensions"),
     ],
 )
-def test_what_quantize_refuses(x, cast, scale, error, why: str):
+def test_what_quantize_refuses(x, cast, error, why: str):
     with pytest.raises(error, match=why):
-        fe.quantize(x, cast, scale)
+        fe.quantize(x, cast)
 
 
 KEEPING = {
@@ -139,6 +137,7 @@ def test_views_that_cut_no_group_keep_fp8(granularity, shape):
         assert torch.equal(v.dequantize() if isinstance(v, fe.Float8Tensor) else v, q.dequantize().view(shape))
         if isinstance(v, fe.Float8Tensor):
             assert v.data.data_ptr() == q.data.data_ptr()
+            assert granularity == TENSOR or v.scale.shape[:-1] == v.shape[:-1]
             assert_same_tensor(v.view(20, 40), q)
 
 

@@ -2,6 +2,7 @@
 
 import importlib
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -11,10 +12,11 @@ import fp8engine as fe
 from benchmarks.machine_code import offline
 from fp8engine.errors import BackendError, ShapeError, VersionError
 from fp8engine.numerics.cast import Cast
-from fp8engine.ops import backends, casts, matmul, triton_backend, twins
-from fp8engine.ops.reference import Epilogue, Operand, Slot
+from fp8engine.ops import backends, casts, device, matmul, scaled_mm, triton_backend, twins
+from fp8engine.ops.reference import Epilogue, Operand
 
 pytestmark = pytest.mark.usefixtures("pretended")
+CUDA = torch.device("cuda", 0)
 
 
 @pytest.fixture
@@ -144,6 +146,38 @@ def test_triton_is_chosen_where_it_was_measured_faster(measured, chosen, pretend
         assert matmul.choose_16_bits(where, (8192, 8192)) == "torch"
 
 
+@pytest.mark.parametrize(
+    ("usable", "torch_can", "ratio", "k", "bias", "chosen"),
+    [
+        (True, True, 0.0, None, False, "triton"),  # nobody measured it
+        (True, True, 1.1, None, False, "triton"),
+        (True, True, 0.94, 4096, False, "cublas"),
+        (True, True, 0.94, 4096, True, "triton"),  # torch's pass for the bias takes 1632 / K of its matmul's time
+        (True, True, 0.94, 65536, True, "cublas"),
+        (True, True, 0.94, None, True, "cublas"),
+        (True, False, 0.94, 4096, False, "triton"),
+        (False, True, 0.0, None, False, "cublas"),
+        (False, False, 0.0, None, False, "reference"),
+    ],
+)
+def test_which_backend_multiplies_blocks(monkeypatch, usable, torch_can, ratio, k, bias, chosen):
+    monkeypatch.setattr(device, "has_fp8", lambda where: True)
+    monkeypatch.setattr(device, "capability", lambda where: (9, 0))
+    monkeypatch.setattr(triton_backend, "usable", lambda: usable)
+    monkeypatch.setattr(triton_backend, "measured", lambda *asked: ratio)
+    monkeypatch.setattr(scaled_mm, "no_blocks", lambda where: None if torch_can else "no")
+    shape: Any = (8192, 14336) if k is None else (8192, 14336, k)
+    assert matmul.choose(CUDA, True, shape, kind="block", bias=bias) == chosen
+    if usable:  # of other blocks than those of 128, which have no kind, nothing was measured
+        assert matmul.choose(CUDA, True, shape, kind=None, bias=bias) == "triton"
+    if k:
+        assert matmul.choose(CUDA, False, shape, kind="tensor", bias=bias) == "cublas"  # it adds the bias itself
+        why = matmul.why_chosen(CUDA, shape, "fast", "block", chosen)
+        assert why.startswith("kernels/tuning.json: our kernel runs 0.94 times as fast as torch's")
+        assert ("the bias by a pass of its own" in why) == (chosen == "triton" and torch_can)
+        assert why.endswith("as fast as torch's, which has no such blocks") == (not torch_can)
+
+
 def test_no_ratio_is_committed_that_was_not_measured():
     tuning = importlib.import_module("fp8engine.kernels.tuning")
     content = importlib.import_module("json").loads(tuning.TABLE.read_text())
@@ -176,36 +210,11 @@ def test_values_held_for_an_emulated_matmul_are_not_taken_to_another_backend():
         y.sum().backward()
 
 
-def launches(call) -> int:
-    """How many kernels a call starts, on a Hopper card that is not there."""
-    with offline.caught(90) as found:
-        call()
-    return len(found)
-
-
-def test_how_many_launches_a_layer_takes(monkeypatch: pytest.MonkeyPatch):
+def test_one_launch_updates_all_scales(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(triton_backend, "no_card", lambda where: None)
-
-    # DESIGN section 9: at most 3 in forward while the weight's FP8 copy is valid, 5 when it is not.
-    def meta(*shape: int, dtype=torch.bfloat16) -> torch.Tensor:
-        return torch.empty(shape, dtype=dtype, device="meta")
-
-    x, weight = meta(512, 256), meta(128, 256)
-    codes = Operand(meta(512, 256, dtype=E4M3), meta(dtype=torch.float32))
-    matmul = launches(lambda: triton_backend.matmul(codes, codes, Epilogue()))
-    assert matmul == 1
-    slot = Slot(meta(2, 9, dtype=torch.float32), meta(7, 9, dtype=torch.int64), 3)
-    for text in ("e4m3", "e4m3 delayed", "e4m3 1x-1", "e4m3 1x128"):
-        how = Cast.parse(text)
-        of_x, of_weight, of_dy = (
-            launches(lambda x=x, sums=sums, how=how: triton_backend.cast_transpose(x, how, slot, sums))
-            for x, sums in ((x, False), (weight, False), (x, True))
-        )
-        assert of_x + matmul <= 3
-        assert of_x + of_weight + matmul <= 5
-        assert of_dy == of_x + (how.cols == 128)  # a cast of two launches adds the sums of tiles in its second
-    tables = [meta(rows, 10_000, dtype=torch.float32) for rows in (16, 2, 3)]
-    assert launches(lambda: triton_backend.scale_update(*tables)) == 1
+    with offline.caught(90) as launches:
+        triton_backend.scale_update(*(torch.empty(rows, 10_000, device="meta") for rows in (16, 2, 3)))
+    assert len(launches) == 1
 
 
 def test_which_groups_our_casts_take():

@@ -1,21 +1,19 @@
-"""How an emulated matmul ends, against NumPy in float64 and the cast oracle."""
+"""How an emulated matmul ends, against NumPy in float64 and the cast oracle; how parts of a sum over K are added."""
 
 import numpy as np
 import pytest
 import torch
 from activations import PLAIN
 from casts import FP8, MAX
+from hypothesis import given
+from hypothesis import strategies as st
 
-from fp8engine.ops.reference import KINDS, Epilogue, finish, saturating_cast
+from fp8engine.ops.reference import KINDS, Epilogue, add_parts, finish, saturating_cast
 
 FORMULAS = {"none": lambda x: x, **PLAIN}
 
 
-def test_the_kinds():
-    assert set(KINDS) == set(FORMULAS)
-
-
-@pytest.mark.parametrize("kind", FORMULAS)
+@pytest.mark.parametrize("kind", KINDS)
 def test_bias_activation_and_one_rounding(kind: str):
     y_MN, bias_N = torch.randn(50, 30) * 4, torch.randn(30).bfloat16()
     before = y_MN.clone()
@@ -57,3 +55,22 @@ def test_an_amax_only_rises_counts_add_up_and_each_is_taken_without_the_other():
     assert (amax.item(), counts.tolist()) == (pytest.approx(1e30), [3, 2])
     finish(torch.tensor([[8e35, np.inf]]), end._replace(counts=None))
     assert (amax.item(), counts.tolist()) == (pytest.approx(8e35), [3, 2])
+
+
+@given(st.lists(st.floats(-1e6, 1e6, width=32), min_size=1, max_size=9))
+def test_parts_are_added_from_the_first_to_the_last_in_fp32(values):
+    wanted = torch.zeros(())
+    for value in values:
+        wanted = wanted + torch.tensor(value)
+    found = add_parts(torch.tensor(values)[:, None, None], (None, None), Epilogue(out=torch.float32))
+    assert found.item() == wanted.item()
+
+
+def test_scales_meet_the_whole_sum_and_the_epilogue_what_they_make_of_it():
+    part_SMN, end = torch.randn(3, 4, 5), Epilogue(torch.randn(5), torch.bfloat16, "gelu")
+    scale_a, scale_b = torch.rand(4, 1), torch.rand(5, 1)
+    sums_MN = part_SMN[0] + part_SMN[1] + part_SMN[2]
+    found = add_parts(part_SMN, (scale_a, scale_b), end)
+    assert torch.equal(found, finish(sums_MN * (scale_a * scale_b.t()), end))
+    one = add_parts(part_SMN, (scale_a, scale_b[0, 0]), end)
+    assert torch.equal(one, finish(sums_MN * (scale_a * scale_b[0, 0]), end))

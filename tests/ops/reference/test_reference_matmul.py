@@ -15,6 +15,7 @@ import pytest
 import torch
 from casts import E4M3, E5M2, cast_of
 from casts import ROUNDING as U
+from real_operands import real
 
 from fp8engine.ops import device
 from fp8engine.ops.reference import Operand, matmul_block, matmul_fp8, matmul_fp16
@@ -37,18 +38,8 @@ def operand(x_MK: torch.Tensor, dtype=E4M3, rows: int = -1, cols: int = -1, powe
     return quantize_operand(x_MK, cast_of(dtype, rows, cols, power_of_2))
 
 
-def dequantized(operand: Operand) -> torch.Tensor:
-    """float64 q * scale, one element at a time."""
-    m, k = operand.data.shape
-    scale = operand.scale.double()
-    if scale.dim() == 2:
-        rows, cols = m if operand.rows == -1 else operand.rows, k if operand.cols == -1 else operand.cols
-        scale = scale.repeat_interleave(rows, 0)[:m].repeat_interleave(cols, 1)[:, :k]
-    return operand.data.double() * scale
-
-
 def assert_within_bound(found: torch.Tensor, a: Operand, b: Operand, bias_N: torch.Tensor | None = None) -> None:
-    a_MK, b_NK = dequantized(a), dequantized(b)
+    a_MK, b_NK = real(a), real(b)
     y_MN, sums_MN = a_MK @ b_NK.t(), a_MK.abs() @ b_NK.abs().t()
     bias = torch.zeros(()) if bias_N is None else bias_N.double()
     u = U[torch.float32]

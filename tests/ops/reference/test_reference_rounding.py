@@ -5,7 +5,9 @@ import pytest
 import torch
 from casts import E5M2, FP8, MAX, NUMPY, assert_same, bits, clamped_cast, every_code, every_value, factor, values
 
-from fp8engine.ops.reference import decode, round_to_grid, saturating_cast
+from fp8engine._torch import FakeTensor, FakeTensorMode
+from fp8engine.ops.reference import decode, round_to_grid, rounding, saturating_cast
+from fp8engine.ops.reference.attention import attention_cast, rotation_of
 
 HALF = [torch.bfloat16, torch.float16]
 # One; powers of two that flush or saturate a lot; odd ones, where x * s itself rounds; one where x * s overflows.
@@ -95,3 +97,16 @@ def test_decode_of_any_view_is_exact(code, view, dtype):
     assert_same(found.double().numpy(), wanted, f"{code} to {dtype}")
     number = ~np.isnan(wanted)
     assert (np.signbit(found.double().numpy()) == np.signbit(wanted))[number].all(), "sign of zero"
+
+
+def test_tables_of_codes_and_rotations_are_real_after_a_step_was_planned():
+    """Tensors of a step that is only planned are fake, and are not kept."""
+    for cached in (rounding._pair_table, rotation_of):
+        cached.cache_clear()
+    for plan in (True, False):
+        with FakeTensorMode(allow_non_fake_inputs=True) if plan else torch.no_grad():
+            codes = [torch.ones(shape).to(torch.float8_e4m3fn) for shape in ((3, 999), (4, 1000))]
+            values = [decode(each, torch.float32) for each in codes]
+            rotated, _ = attention_cast(torch.ones(1, 1, 3, 64), rotated=True)
+        assert [isinstance(x, FakeTensor) for x in (*values, rotated)] == [plan] * 3
+    assert all(torch.equal(x, torch.ones_like(x)) for x in values)
