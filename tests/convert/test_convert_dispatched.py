@@ -162,9 +162,11 @@ def test_a_model_converted_on_the_meta_device_and_loaded_afterwards(tmp_path: Pa
     assert [row["input"]["scale"] for row in report.layers] == [1.0] * 6
     assert {slot.scale.device.type for slot in fe.scaling_state(assigned).values()} == {"cpu"}
     assigned.load_state_dict(net().state_dict(), assign=True)
+    emptied = on_meta().to_empty(device="cpu")
+    emptied.load_state_dict(net().state_dict())
     torch.save(net().state_dict(), tmp_path / "net.bin")
     loaded = accelerate.load_checkpoint_and_dispatch(on_meta(), str(tmp_path / "net.bin"), {"": "cpu"})
-    for model in (assigned, loaded):
+    for model in (assigned, emptied, loaded):
         assert same(output(model), want)
         assert fe.inspect(model).totals["never_ran"] == 0
 

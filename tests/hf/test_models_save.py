@@ -92,15 +92,3 @@ def test_a_head_asked_into_fp8_and_then_resized(name: str):
         assert (row["recipe"], row["reason"]) == ("none", REPLACED)
     else:
         assert (row["recipe"], row["ran"], row["shape"]) == ("rowwise", True, [VOCABULARY + 8, 32])
-
-
-def test_meta_models_convert_and_are_filled_later():
-    """from_config under torch.device("meta"), converted, then given memory and weights."""
-    plain = FAMILIES["llama"].build()
-    with torch.device("meta"):
-        model = converted(type(plain)(plain.config))
-    model = model.to_empty(device="cpu")
-    model.load_state_dict(plain.state_dict(), strict=True)
-    model.model.rotary_emb = copy.deepcopy(plain.model.rotary_emb)  # a buffer that no state_dict holds
-    batch = FAMILIES["llama"].batch()
-    assert torch.equal(output(model.eval(), batch), output(converted(plain), batch))
