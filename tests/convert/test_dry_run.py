@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from reading_models import Eva, Model
+from reading_models import Eva, Keys, Model
 from support import converted
 from torch import nn
 from torch.nn import functional as F
@@ -60,12 +60,6 @@ class Turns(nn.Module):
         if self.training:
             return self.last(F.dropout(self.first(x), 0.5))
         return self.last(F.linear(x, self.first.weight))
-
-
-class Keys(dict):
-    """As many a config: its keys are attributes, and to ask for another attribute is a KeyError."""
-
-    __getattr__ = dict.__getitem__
 
 
 class AsksInside(nn.Module):

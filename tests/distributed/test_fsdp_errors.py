@@ -21,7 +21,7 @@ from benchmarks.distributed.processes import run
 from fp8engine.errors import ParallelError
 
 DEAD = 3.0  # seconds that ranks wait for one that does not come
-fsdp = fe.distributed.fsdp
+fsdp, gather_fp8 = fe.distributed.fsdp, fe.distributed.gather_fp8
 
 
 def net(recipe="current", size=(16, 32), **options) -> Any:
@@ -62,33 +62,25 @@ def dead(rank: int) -> None:
 
 # What is said, place, rule and remedy, of a call on a rank that has to raise.
 CASES: dict[str, Callable[[int], object]] = {
-    "ConversionError: .*its part 'blocks.1' is under fully_shard already: convert first, then wrap": lambda rank: (
-        fe.convert(block_sharded(Net(16, 32)), "current")
+    "ConversionError: .*its part 'blocks.1' is under fully_shard already: convert first": lambda rank: fe.convert(
+        block_sharded(Net(16, 32)), "current"
     ),
     "the model is under fully_shard already: convert, shard once, then wrap": lambda rank: fsdp(fsdp(net())),
     "its part 'blocks.1' is under fully_shard already": lambda rank: fsdp(block_sharded(net())),
-    r"the mesh has 2 dimensions, named None: give one dimension, such as mesh\['dp'\]": lambda rank: fsdp(
+    r"the mesh has 2 dimensions.*such as mesh\['dp'\]": lambda rank: fsdp(
         net(), mesh=dist.init_device_mesh("cpu", (1, 2))
     ),
-    r"ranks differ in 7 things; layer blocks.0.up is .*current.* on rank 0 .*rowwise": lambda rank: fsdp(
-        net("rowwise" if rank else "current")
+    "7 things; layer blocks.0.up is .*current.* on rank 0 .*rowwise": lambda rank: fsdp(
+        net(("current", "rowwise")[rank])
     ),
     "ranks differ in 1 things; layer last is": lambda rank: fsdp(net(overrides={"last": "bf16"} if rank else {})),
     r"layer blocks.0.up is .*\(32, 16\).* on rank 0 .*\(33, 16\)": lambda rank: fsdp(net(size=(16, 32 + rank))),
     "block blocks.0 is Block on rank 0 of the group and missing on rank 1": other_blocks,
-    "option reshard_after_forward is False on rank 0 of the group and True on rank 1": lambda rank: fsdp(
-        net(), reshard_after_forward=bool(rank)
-    ),
-    "reshard_after_forward=2 keeps weights on 2 ranks .* give True or False": lambda rank: fsdp(
-        net(), reshard_after_forward=2
-    ),
+    "option reshard_after_forward is False .*and True": lambda rank: fsdp(net(), reshard_after_forward=bool(rank)),
+    "reshard_after_forward=2 .* on 2 ranks .* give True or False": lambda rank: fsdp(net(), reshard_after_forward=2),
     "Net has no converted layers; call fe.convert first": lambda rank: fsdp(Net(16, 32)),
-    "fsdp: 7 weights .blocks.0.up the first. are FP8 codes alone.* without frozen='fp8'": lambda rank: fsdp(
-        codes_alone()
-    ),
-    "gather_fp8: 7 weights .blocks.0.up the first. are FP8 codes alone": lambda rank: fe.distributed.gather_fp8(
-        fully_shard(codes_alone())
-    ),
+    "fsdp: 7 weights .blocks.0.up the first. are FP8 codes alone.* frozen='fp8'": lambda rank: fsdp(codes_alone()),
+    "gather_fp8: 7 weights .blocks.0.up the first. are FP8 codes": lambda rank: gather_fp8(fully_shard(codes_alone())),
     r"GradientError: .*blocks\.0\.up: an FP8 layer does not take torch.func's transforms": lambda rank: transforms(),
     "(a rank did not come within the time limit|the dead one)": dead,
 }
@@ -116,7 +108,7 @@ def resharded_by_others(rank: int, ranks: int) -> str:
     model = net()
     for block in model.blocks:
         fully_shard(block, reshard_after_forward=ranks // 2)
-    return refusal(lambda: fe.distributed.gather_fp8(fully_shard(model)))
+    return refusal(lambda: gather_fp8(fully_shard(model)))
 
 
 @pytest.mark.slow

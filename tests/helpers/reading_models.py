@@ -23,6 +23,12 @@ class Eva(nn.Module):
         return self.proj(F.linear(kernel(x) if self.hidden else x, weight=self.qkv.weight).chunk(3, -1)[0])
 
 
+class Keys(dict):
+    """As many a config: its keys are attributes, and to ask for another attribute is a KeyError."""
+
+    __getattr__ = dict.__getitem__
+
+
 class Model(nn.Module):
     """Parts in turn; those of `unused` are there and are not called."""
 
