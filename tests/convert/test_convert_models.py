@@ -1,14 +1,16 @@
 """Models that users bring as they are: output heads and routers, which are left alone, Conv1D, parts in TorchScript,
 layers without a weight yet, lists with None in them, inputs without a dimension, towers that no batch has called."""
 
+import copy
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import tiny_models as tiny
 import torch
 import transformers as hf
-from reading_models import Keys
+from reading_models import Keys, Model
 from support import converted
 from torch import nn
 from transformers.pytorch_utils import Conv1D
@@ -143,10 +145,16 @@ def test_the_layers_within_a_router_stay_as_they_are(kind: str, size: dict):
     assert all(one.recipe is None and one.reason.startswith("router") for one in routers), routers
 
 
-def test_a_gate_of_several_layers_is_a_router_beside_experts_alone():
+def test_a_gate_is_a_router_beside_experts_alone():
     gate = nn.Sequential(linear(), nn.ReLU(), linear())
     assert left(parts(gate=gate, experts=twice(linear)), "router") == {"gate.0", "gate.2"}
     assert left(parts(gate=gate, down=linear()), "router") == set()
+    routed = parts(gate=linear(4), experts=twice(linear), mlp=parts(gate=linear(), up=linear()))
+    assert left(routed, "router") == {"gate"}
+    named = {decision.name: decision.recipe for decision in decide(routed, "current", overrides={"gate": "rowwise"})}
+    assert named["gate"] == fe.rowwise()
+    with pytest.raises(fe.errors.StrictError, match=r"MixtralTopKRouter is not an nn\.Linear"):
+        fe.convert(tiny.mixtral(), overrides={"*.mlp.gate": "rowwise"}, strict=True)
 
 
 def test_gpt2_conv1d_is_the_linear_of_its_transposed_weight():
@@ -198,32 +206,18 @@ def test_an_input_without_a_dimension_is_refused_in_the_words_of_torch():
     assert str(ours.value) == f"0: {torchs.value}"
 
 
-class Distilling(nn.Module):
-    """Informer's encoder: a convolution after each block but the last, whose place in the list is None."""
-
-    def __init__(self):
-        super().__init__()
-        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(16, 16), nn.GELU()) for _ in range(3)])
-        self.between = nn.ModuleList([nn.LayerNorm(16), None, None])  # type: ignore[list-item]
-        self.nothing = nn.ModuleList([None])  # type: ignore[list-item]
-
-    def forward(self, x):
-        for block, between in zip(self.blocks, self.between, strict=True):
-            x = block(x) if between is None else between(block(x))
-        return x
-
-
 @pytest.mark.parametrize("recipe", ["current", "auto"])
 def test_a_list_of_layers_may_hold_none(recipe: str):
-    model, plain = Distilling(), Distilling()
-    plain.load_state_dict(model.state_dict())
-    x = torch.randn(8, 16)
+    """As Informer's encoder has it: a norm after each block but the last, whose place in the list is None."""
+    unused: Any = (nn.LayerNorm(16), None, nn.ModuleList([None]))  # type: ignore[list-item]
+    plain = Model(*(nn.Sequential(nn.Linear(16, 16), nn.GELU()) for _ in range(3)), unused=unused)
+    model, x = copy.deepcopy(plain), torch.randn(8, 16)
     converted(model, recipe, example_inputs=(x,))
     y, want = model(x), plain(x)
     assert 0 < (y - want).norm() < 0.15 * want.norm()  # three layers of 28 dB each in a row, and their gains
     assert fe.inspect(model).totals["in_fp8"] == 3
     fe.revert(model)
-    assert type(model.get_submodule("blocks.0.0")) is nn.Linear
+    assert type(model.get_submodule("parts.0.0")) is nn.Linear
 
 
 class TwoTowers(nn.Module):

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from reading_models import Eva, Keys, Model
+from reading_models import Asks, Eva, Keys, Model
 from support import converted
 from torch import nn
 from torch.nn import functional as F
@@ -36,17 +36,6 @@ class Reads(nn.Module):
 
 class ReadsToo(Reads):
     """The forward is inherited."""
-
-
-class Asks(nn.Module):
-    """One of two layers is called, after its weight's dtype is asked for, as in T5."""
-
-    def __init__(self, width: int = 16):
-        super().__init__()
-        self.one, self.other = nn.Linear(width, width), nn.Linear(width, width)
-
-    def forward(self, x):
-        return self.one(x.to(self.one.weight.dtype)) if len(x) else self.other(x)
 
 
 class Turns(nn.Module):

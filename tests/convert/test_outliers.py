@@ -10,6 +10,7 @@ import tiny_models as tiny
 import torch
 from hf_families import FAMILIES
 from late_outlier import CHANNEL, MLP, batch, grown, ordinary_tokens
+from probe_modules import Gated, Packed, TimmSwiGlu
 from support import Net, converted, sqnr, state_of
 from torch import nn
 from torch.nn import functional as F
@@ -46,7 +47,6 @@ def given(rows: int = 24) -> torch.Tensor:
 
 
 def results(model: nn.Module, x: torch.Tensor) -> list[Any]:
-    """y, dx and the gradients of the parameters."""
     model.zero_grad()
     x.grad = None
     y = model(x)
@@ -152,7 +152,6 @@ def net(recipe: Any = "current") -> Any:
 
 
 def smoothed(model: nn.Module) -> list[str]:
-    """Names of the layers that are set."""
     return [row["name"] for row in fe.inspect(model).layers if row["outliers"]]
 
 
@@ -173,32 +172,19 @@ def test_what_names_find(make, names, found: list[str]):
     assert smoothed(model) == found
 
 
-class Gated(nn.Module):
-    """A gated MLP between other things, under any names; dropout in training, and one layer more or less."""
-
-    def __init__(self, names: str, function: Any = F.silu, packed: bool = False):
-        super().__init__()
-        self.names, self.function, self.packed, self.norm = names.split(), function, packed, nn.LayerNorm(16)
-        for name in self.names:
-            self.add_module(name, fe.Linear(16, 32 if packed and name != self.names[-1] else 16, recipe="current"))
-
-    def forward(self, x):
-        *first, last = map(self.get_submodule, self.names)
-        made = [layer(self.norm(x)) for layer in first]
-        gate, up = made[0].chunk(2, -1) if self.packed else made
-        h = F.dropout(self.function(gate) * up, 0.5, self.training)
-        return x + last(h)
-
-
-@pytest.mark.parametrize("names", ["w1 w3 w2", "wi_0 wi_1 wo", "up_proj gate_proj down_proj", "a b c"])
-@pytest.mark.parametrize(("function", "found"), [(F.silu, True), (F.gelu, True), (F.tanh, False), (lambda x: x, False)])
-def test_gated_mlps_are_found_by_what_they_compute(names: str, function, found: bool):
-    down = [f"0.{names.split()[-1]}"] if found else []
-    assert [name for name, _ in gated(nn.Sequential(Gated(names, function)))] == down
-
-
-def test_gate_and_up_may_be_one_layer():
-    assert [name for name, _ in gated(Gated("both down", packed=True))] == ["down"]
+@pytest.mark.parametrize(
+    ("make", "found"),
+    [
+        (Gated, ["0.w2"]),
+        (lambda: Gated(lambda gate, up: F.gelu(gate) * up), ["0.w2"]),
+        (lambda: Gated(lambda gate, up: F.tanh(gate) * up), []),
+        (lambda: Gated(lambda gate, up: gate * up), []),
+        (TimmSwiGlu, ["0.fc2"]),
+        (Packed, ["0.last"]),
+    ],
+)
+def test_gated_mlps_are_found_by_what_they_compute(make, found: list[str]):
+    assert [name for name, _ in gated(converted(nn.Sequential(make())))] == found
 
 
 def test_a_layer_of_no_mlp_may_be_named():

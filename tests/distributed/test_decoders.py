@@ -52,7 +52,6 @@ def made(name: str, recipe: str, fuse: bool) -> Any:
 
 
 def ran(model: Any) -> dict[str, Any]:
-    """Loss and gradients."""
     ids = torch.randint(64, (BATCH, T), generator=torch.Generator().manual_seed(1))
     mask = torch.ones_like(ids)
     mask[0, :4] = 0  # padded at the left

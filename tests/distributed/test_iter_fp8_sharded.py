@@ -67,7 +67,6 @@ def forward_weights(model: Any) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
 
 
 def bits(tensor: torch.Tensor) -> tuple:
-    """dtype, shape and bytes."""
     return str(tensor.dtype), tuple(tensor.shape), tensor.contiguous().flatten().view(torch.uint8).tolist()
 
 

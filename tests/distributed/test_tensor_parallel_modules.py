@@ -56,7 +56,6 @@ MODULES: dict[str, tuple[Any, tuple[str, str]]] = {
 
 
 def one_step(name: str, recipe: str, mesh=None, layout=None, rank: int = 0, option: str = "") -> dict:
-    """y, dx and gradients of a module of MODULES; divided over a mesh where one is given."""
     build, layers = MODULES[name]
     torch.manual_seed(0)
     model = build(exact(recipe))

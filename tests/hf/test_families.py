@@ -129,38 +129,6 @@ def test_experts_count_as_often_as_they_run():
     ), "left alone, or not yet run, they count as often"
 
 
-@pytest.mark.parametrize("name", ["mixtral", "qwen2_moe", "qwen3_moe"])
-def test_routing_stays_exact(name: str):
-    """The same hidden states go to the same experts: the router multiplies in full precision."""
-    plain = FAMILIES[name].build()
-    model = converted(copy.deepcopy(plain))
-    x = torch.randn(64, 32)
-    for one, other in zip(plain.model.layers, model.model.layers, strict=True):
-        assert same(one.mlp.gate(x), other.mlp.gate(x))
-    rows = {row["name"]: row for row in fe.inspect(model).layers}
-    assert rows["model.layers.0.mlp.gate"]["reason"].startswith("router")
-
-
-class Routed(nn.Module):
-    """A mixture of experts as before transformers 5: the router is an nn.Linear, the experts are modules."""
-
-    def __init__(self):
-        super().__init__()
-        self.gate = nn.Linear(32, 4)
-        self.experts = nn.ModuleList(nn.Linear(32, 32) for _ in range(4))
-        self.mlp = nn.ModuleDict({"gate": nn.Linear(32, 64), "up": nn.Linear(32, 64)})
-
-
-def test_a_gate_beside_experts_is_a_router_and_a_gate_beside_up_is_not():
-    rows = {row["name"]: row for row in fe.inspect(converted(Routed())).layers}
-    assert rows["gate"]["reason"].startswith("router")
-    assert {name for name, row in rows.items() if row["recipe"] == "none"} == {"gate"}
-    rows = {row["name"]: row for row in fe.inspect(converted(Routed(), overrides={"gate": "rowwise"})).layers}
-    assert rows["gate"]["recipe"] == "rowwise"
-    with pytest.raises(fe.errors.StrictError, match=r"MixtralTopKRouter is not an nn\.Linear"):
-        fe.convert(FAMILIES["mixtral"].build(), overrides={"*.mlp.gate": "rowwise"}, strict=True)
-
-
 CAN_CHECKPOINT = {name: family for name, family in FAMILIES.items() if name != "albert"}  # transformers refuses ALBERT
 
 

@@ -34,7 +34,6 @@ def recorded(family: str) -> Flow:
 
 
 def plain(consumers: tuple[Consumer, ...]) -> Reads:
-    """Kinds and names."""
     return tuple((consumer.kind, consumer.name) for consumer in consumers)
 
 

@@ -14,10 +14,12 @@ from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 
 import fp8engine as fe
 from fp8engine.errors import ConversionError, StateError
-from fp8engine.nn.hf_cache import Fp8Layer
+from fp8engine.nn import hf_cache
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
 GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 12, "min_new_tokens": 12, "pad_token_id": 0}
+
+Fp8Layer: Any = hf_cache.Fp8Layer
 
 
 def llama() -> Any:
