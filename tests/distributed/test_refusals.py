@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import tiny_models
 import torch
 import torch.distributed as dist
 from chains import storing
@@ -52,7 +53,7 @@ def of_tensor_parallel(rank: int) -> dict[str, Callable[[], object]]:
     """What is said, place, rule and remedy, of a call that has to raise on every rank: ParallelError, or as it says."""
     mesh = init_device_mesh("cpu", (RANKS,))
     square = init_device_mesh("cpu", (RANKS, 1), mesh_dim_names=("tp", "dp"))
-    x, xs = torch.randn(4, K), torch.randn(6, K)
+    x, xs, ids = torch.randn(4, K), torch.randn(6, K), torch.zeros(1, 7, dtype=torch.long)
     plain, down = nn.Sequential(nn.Linear(K, N)), {"down": Rowwise()}
     attention, of_attention = fe.Attention(12, fe.Heads(6, of_keys=3), recipe="current"), {"[qkv]_proj": Colwise()}
     by_torch = parallelize_module(two_layers(), mesh, {"0": ColwiseParallel()})
@@ -60,6 +61,10 @@ def of_tensor_parallel(rank: int) -> dict[str, Callable[[], object]]:
 
     def divided(plan: dict, recipe: Any = "current", n: int = N) -> Any:
         return divide(two_layers(recipe, n), mesh, plan)
+
+    def decoder(**options: Any) -> Any:
+        model = converted(tiny_models.llama(**options))
+        return divide(model, mesh, fe.distributed.decoder_plan(model))
 
     def of_tokens(given: torch.Tensor, recipe: str = "current") -> Any:
         return divided(plan(input_layouts=Shard(0)), recipe)(given)
@@ -99,6 +104,8 @@ def of_tensor_parallel(rank: int) -> dict[str, Callable[[], object]]:
         "gate_up: its rows are several matrices": lambda: divide(mlp("swiglu"), mesh, {"gate_up": Colwise(), **down}),
         r"up: it works on the same parts as up, down.*\.Colwise": lambda: divide(mlp("gelu"), mesh, down)(x),
         "v_proj: it works on the same parts as .*q_proj.*not divided": lambda: of_two_layers(mesh)(x[None]),
+        r"layers\.0\.self_attn: 2 heads, 1 of keys, are not divisible by 2 ranks": decoder,
+        "sequences of 7 tokens are not divisible by 2 ranks: pad them": lambda: decoder(num_key_value_heads=2)(ids),
         "6 heads, 3 of keys, are not divisible by 2 ranks": lambda: divide(attention, mesh, of_attention),
         "ConversionError: .*'0' has a weight that is divided .*already.*convert first": lambda: fe.convert(other),
         "2: it has results stored in FP8, and cannot have results summed": lambda: divided(plan(), storing()),
@@ -181,7 +188,7 @@ def work(rank: int, ranks: int) -> dict[str, str]:
 @pytest.mark.slow
 def test_it_is_an_error_on_every_rank(subtests: pytest.Subtests):
     for rank, found in enumerate(run(work, RANKS)):
-        assert len(found) == 34 + len(OF_FSDP)
+        assert len(found) == 36 + len(OF_FSDP)
         for wanted, told in found.items():
             with subtests.test(wanted, rank=rank):
                 assert says(told, wanted), told

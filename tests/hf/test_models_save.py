@@ -19,7 +19,7 @@ from torch import nn
 import fp8engine as fe
 from fp8engine.convert.record import REPLACED
 
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 every_family = pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
 GENERATES = {name: family for name, family in FAMILIES.items() if family.generates}
 language_models = pytest.mark.parametrize("family", GENERATES.values(), ids=GENERATES)
@@ -119,6 +119,7 @@ def build(name: str, order: str) -> Any:
     return converted(adapted(model, kind), recipe).eval()
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("name", RECIPE_OF)
 def test_both_orders_compute_and_train_the_same(name: str):
     runs, batches, recipe = [], [FAMILIES[name].batch() for _ in range(3)], RECIPE_OF[name]
@@ -149,6 +150,7 @@ def test_both_orders_compute_and_train_the_same(name: str):
     assert same(*runs)
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("name", ["mistral", "bert", "gpt2"])
 def test_an_adapter_is_saved_loaded_and_merged(name: str, order: str, tmp_path: Path):
