@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from support import Net, converted, numerics_of, state_of, tables, train
+from support import Net, converted, numerics_of, tables, train
 from torch import nn
 from torch.nn.utils import parametrizations, prune
 
@@ -81,13 +81,6 @@ def test_converting_in_training_moves_no_vectors_of_spectral_norm(head: str | No
     assert why.startswith(left[head])
     fe.revert(model)
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
-
-
-def test_one_state_for_the_whole_model_and_columns_in_order():
-    model = converted(Net(), "delayed")
-    assert tables(model)[0].shape == (16, 3 * 6)
-    assert [numerics_of(m).layer for m in model.modules() if hasattr(m, "numerics")] == list(range(6))
-    assert [name for name, _ in state_of(model).layers] == list(recipes_of(model))
 
 
 def test_recipes_by_value_and_by_glob_where_the_last_match_wins():

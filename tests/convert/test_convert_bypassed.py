@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from reading_models import Eva, Model, kernel
+from reading_models import Asks, Eva, Model, kernel
 from support import converted
 from torch import nn
 from torch._dynamo.testing import CompileCounter
@@ -77,7 +77,6 @@ def test_an_encoder_evaluates_by_its_converted_layers(mode, masked: bool):
 
 
 def loaded(model: nn.Module) -> Any:
-    """What torch.load makes of a saved model."""
     file = io.BytesIO()
     torch.save(model, file)
     file.seek(0)
@@ -108,7 +107,6 @@ def test_an_encoder_whose_layers_are_left_alone_keeps_its_fast_path():
 
 
 def test_a_nested_tensor_is_refused_by_layer():
-    """torch's fast path alone takes them."""
     nested, why = (
         torch.nested.nested_tensor([torch.randn(3, 32), torch.randn(5, 32)]),
         r"linear1: input is .*, nested",
@@ -205,23 +203,10 @@ def test_strict_makes_it_an_error(monkeypatch):
         model(torch.randn(2, 4, 16))
 
 
-class Branches(nn.Module):
-    """One branch of two is taken, and one expert of four; before the call its weight's dtype is asked for, as in T5."""
-
-    def __init__(self, width: int = 16):
-        super().__init__()
-        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(width, width), nn.ReLU()) for _ in range(4))
-        self.one, self.other = nn.Linear(width, width), nn.Linear(width, width)
-
-    def forward(self, x):
-        x = self.experts[1](x)
-        return self.one(x.to(self.one.weight.dtype)) if len(x) else self.other(x)
-
-
 def test_layers_that_are_not_called_and_not_read_are_no_news():
-    model = converted(Model(Branches(), unused=(Eva(),)))
+    model = converted(Model(Asks(), unused=(Eva(),)))
     assert said(lambda: model(torch.randn(4, 16))) == []
-    assert fe.inspect(model).totals["never_ran"] == 6
+    assert fe.inspect(model).totals["never_ran"] == 3
     assert not watching(model)
 
 
@@ -268,40 +253,29 @@ def test_copies_made_before_the_first_forward_speak_for_themselves():
         assert not watching(each)
 
 
-def graphs(model: Any, x: torch.Tensor) -> int:
-    """How many graphs three calls of a model make."""
-    torch._dynamo.reset()
-    count = CompileCounter()
-    compiled = torch.compile(model, backend=count, fullgraph=True)
-    assert said(lambda: [compiled(x) for _ in range(3)]) == []
-    return count.frame_count
+@pytest.mark.usefixtures("fresh")
+@pytest.mark.parametrize("alone", [False, True], ids=["a model", "its forward alone"])
+def test_what_is_compiled_is_left_whole(alone: bool):
+    """Its layers run inside of the graph, of which nothing on the host is told: that they were read proves nothing."""
+    x, graphs = torch.randn(2, 4, 16), []
+    for ran in (False, True):
+        model, count = converted(Model(Eva())), CompileCounter()
+        if ran:
+            said(lambda model=model: model(x))
+        torch._dynamo.reset()
+        call: Any = torch.compile(model.forward if alone else model, backend=count, fullgraph=True)
+        if alone:
+            model.forward, call = call, model
+        assert said(lambda call=call: [call(x) for _ in range(3)]) == []
+        graphs.append(count.frame_count)
+    assert graphs[0] == graphs[1], "nothing that its graph is guarded by has changed"
 
 
-def test_a_compiled_model_is_left_whole():
-    x = torch.randn(2, 4, 16)
-    watched, past = converted(Model(Eva())), converted(Model(Eva()))
-    said(lambda: past(x))
-    assert graphs(watched, x) == graphs(past, x)
-
-
+@pytest.mark.usefixtures("fresh")
 def test_compiled_parts_are_not_watched():
-    x = torch.randn(2, 4, 16)
-    torch._dynamo.reset()
-    count = CompileCounter()
-    model, alone = converted(Model(Eva(), Mamba())), graphs(converted(Model(Eva())).parts[0], x)
+    model, count, x = converted(Model(Eva(), Mamba())), CompileCounter(), torch.randn(2, 4, 16)
     model.parts[0].compile(backend=count, fullgraph=True)
     model.parts.append(torch.compile(converted(Model(Eva())), backend="eager"))
     (text,) = said(lambda: [model(x) for _ in range(3)])
     assert text.startswith("2 converted layer(s) did not run in FP8: parts.1.dt_proj, parts.1.x_proj. ")
-    assert count.frame_count == alone, "nothing that its graphs are guarded by has changed"
-
-
-def test_a_model_whose_forward_alone_is_compiled_is_not_watched():
-    """Its layers run inside of the graph, of which nothing on the host is told: that they were read proves nothing."""
-    x = torch.randn(2, 4, 16)
-    torch._dynamo.reset()
-    count = CompileCounter()
-    model = converted(Model(Eva()))
-    model.forward = torch.compile(model.forward, backend=count, fullgraph=True)
-    assert said(lambda: [model(x) for _ in range(3)]) == []
-    assert count.frame_count == 1, "nothing that its graph is guarded by has changed"
+    assert count.frame_count == 1, "nothing that its graphs are guarded by has changed"

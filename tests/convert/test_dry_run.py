@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from reading_models import Eva, Model
+from reading_models import Asks, Eva, Keys, Model
 from support import converted
 from torch import nn
 from torch.nn import functional as F
@@ -38,17 +38,6 @@ class ReadsToo(Reads):
     """The forward is inherited."""
 
 
-class Asks(nn.Module):
-    """One of two layers is called, after its weight's dtype is asked for, as in T5."""
-
-    def __init__(self, width: int = 16):
-        super().__init__()
-        self.one, self.other = nn.Linear(width, width), nn.Linear(width, width)
-
-    def forward(self, x):
-        return self.one(x.to(self.one.weight.dtype)) if len(x) else self.other(x)
-
-
 class Turns(nn.Module):
     """Calls `first` in training and reads its weight in evaluation, as torch's encoder layer; random in training."""
 
@@ -60,12 +49,6 @@ class Turns(nn.Module):
         if self.training:
             return self.last(F.dropout(self.first(x), 0.5))
         return self.last(F.linear(x, self.first.weight))
-
-
-class Keys(dict):
-    """As many a config: its keys are attributes, and to ask for another attribute is a KeyError."""
-
-    __getattr__ = dict.__getitem__
 
 
 class AsksInside(nn.Module):

@@ -57,7 +57,6 @@ def excluded(*names: str) -> list[tuple[str, str]]:
 
 
 def put_together(kind: str, features: tuple[str, ...], recipe: Any) -> Any:
-    """The model of that kind with these features."""
     model = model_of(kind, recipe)
     for feature in features:
         if feature in PUT:

@@ -164,17 +164,13 @@ def test_what_is_refused():
         stored(tiny.tokens(2))
 
 
-@pytest.mark.parametrize("adapters_first", [False, True])
-def test_t5_casts_to_the_dtype_of_a_weight_which_stays(adapters_first: bool):
+def test_t5_casts_to_the_dtype_of_a_weight_which_stays_under_an_adapter_too():
     """transformers: hidden_states.to(self.wo.weight.dtype), which of codes would be FP8 without a scale."""
     torch.manual_seed(0)
     model: Any = FAMILIES["t5"].build().requires_grad_(False)
-    lora = peft.LoraConfig(r=4, target_modules=["q", "wo"])
-    if adapters_first:
-        model = peft.get_peft_model(model, lora)
+    model = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["q", "wo"]))
     with pytest.warns(FrozenWarning, match=r"4 frozen layers keep .*wo.*casts to the dtype of its weight"):
         fe.convert(model, "rowwise", frozen="fp8")
-    model = model if adapters_first else peft.get_peft_model(model, lora)
     ids = tiny.tokens(2)
     model(input_ids=ids, labels=ids).loss.backward()
     served = 2 * (5 + 9)  # two blocks each of q, k, v, o and wi, in the decoder with another four across

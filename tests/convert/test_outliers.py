@@ -1,16 +1,27 @@
-"""fe.smooth on models: a planted late outlier, every kind of gated MLP, copies, graphs, checkpoints."""
+"""fe.smooth on models: a planted late outlier, gated MLPs, copies; what it refuses; the remedy that alarms propose."""
 
 import copy
+import re
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import tiny_models as tiny
 import torch
-from late_outlier import grown, ordinary_tokens
-from support import converted, sqnr, state_of
+from hf_families import FAMILIES
+from late_outlier import CHANNEL, MLP, batch, grown, ordinary_tokens
+from probe_modules import Gated, Packed, TimmSwiGlu
+from support import Net, converted, sqnr, state_of
 from torch import nn
+from torch.nn import functional as F
 
 import fp8engine as fe
+from fp8engine.autograd.features import RANKS
+from fp8engine.autograd.smooth import Smooth
+from fp8engine.convert.outliers import gated
+from fp8engine.distributed.sharded_weight import not_as_codes
+from fp8engine.errors import ConversionError, UnknownName
+from fp8engine.report.state import controllers_of
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
 WIDTH = 32
@@ -36,7 +47,6 @@ def given(rows: int = 24) -> torch.Tensor:
 
 
 def results(model: nn.Module, x: torch.Tensor) -> list[Any]:
-    """y, dx and the gradients of the parameters."""
     model.zero_grad()
     x.grad = None
     y = model(x)
@@ -134,3 +144,142 @@ def test_revert_takes_it_away(fuse: bool):
     assert [sorted(vars(module)) for module in model.modules()] == attributes
     converted(model, "current", fuse=fuse)
     assert not any(row["outliers"] for row in fe.inspect(model).layers), "converted anew, nothing is set"
+
+
+def net(recipe: Any = "current") -> Any:
+    torch.manual_seed(0)
+    return converted(Net(), recipe)
+
+
+def smoothed(model: nn.Module) -> list[str]:
+    return [row["name"] for row in fe.inspect(model).layers if row["outliers"]]
+
+
+@pytest.mark.parametrize(
+    ("make", "names", "found"),
+    [
+        (net, None, ["blocks.0.down", "blocks.1.down"]),
+        (net, "blocks.1", ["blocks.1.down"]),
+        (net, ["*.0.down", "blocks.1.down"], ["blocks.0.down", "blocks.1.down"]),
+        (net, "*", ["blocks.0.down", "blocks.1.down"]),
+        (lambda: fe.LayerNormMLP(32, 64, "geglu", recipe="current"), None, ["down"]),
+        (lambda: converted(tiny.llama()), "*", [f"model.layers.{i}.mlp.down_proj" for i in range(2)]),
+    ],
+)
+def test_what_names_find(make, names, found: list[str]):
+    model = make()
+    fe.smooth(model, names)
+    assert smoothed(model) == found
+
+
+@pytest.mark.parametrize(
+    ("make", "found"),
+    [
+        (Gated, ["0.w2"]),
+        (lambda: Gated(lambda gate, up: F.gelu(gate) * up), ["0.w2"]),
+        (lambda: Gated(lambda gate, up: F.tanh(gate) * up), []),
+        (lambda: Gated(lambda gate, up: gate * up), []),
+        (TimmSwiGlu, ["0.fc2"]),
+        (Packed, ["0.last"]),
+    ],
+)
+def test_gated_mlps_are_found_by_what_they_compute(make, found: list[str]):
+    assert [name for name, _ in gated(converted(nn.Sequential(make())))] == found
+
+
+def test_a_layer_of_no_mlp_may_be_named():
+    """Beside others that read the same norm's codes, too."""
+    model = converted(nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32)))
+    fe.smooth(model, "1")
+    assert smoothed(model) == ["1"]
+    ids, found, plain = tiny.tokens(), [], FAMILIES["llama"].build()
+    with torch.no_grad():
+        plain.model.layers[0].input_layernorm.weight[5] *= 2.0**8  # without outliers nothing is multiplied
+    for fuse in (False, True):
+        model = converted(copy.deepcopy(plain), fuse=fuse)
+        before = model(ids).logits
+        fe.smooth(model, "*.q_proj")
+        found.append(model(ids).logits)
+        assert not torch.equal(found[-1], before)
+    # The order of FP32 sums may move a code in a few by 2^-3 of itself: a fiftieth of E4M3's 28 dB of noise, at most.
+    assert sqnr(*found) > 40
+
+
+@pytest.mark.parametrize(
+    ("make", "names", "error", "words"),
+    [
+        (lambda: nn.Linear(16, 16), None, ConversionError, "call fe.convert first"),
+        (lambda: converted(tiny.gpt2()), None, ConversionError, "no gated MLP is found"),
+        (net, "blocks.7.down", UnknownName, "did you mean 'blocks."),
+        (lambda: fe.LayerNormMLP(16, 32, "gelu", recipe="current"), "down", ConversionError, "a Linear that is none"),
+        (lambda: fe.LayerNormMLP(16, 32, "swiglu", recipe="current"), "gate_up", ConversionError, "gate_up: "),
+        (lambda: converted(tiny.mixtral()), None, ConversionError, "the weights of several experts"),
+        (lambda: fe.GroupedLinear(2, 16, 16, recipe="current"), "*", ConversionError, "experts, and cannot have fe."),
+        (net, ["blocks.0.down", "nowhere"], UnknownName, "nowhere"),
+    ],
+)
+def test_refused_by_name(make, names, error: type[Exception], words: str):
+    model = make()
+    with pytest.raises(error, match=re.escape(words)):
+        fe.smooth(model, names)
+    if not isinstance(model, fe.LayerNormMLP):
+        assert smoothed(model) == []
+
+
+def test_a_layer_that_is_set_is_not_divided_and_a_divided_one_not_set():
+    model = net()
+    style = fe.distributed.Rowwise()
+    assert style.problem(model.blocks[0].down, 2) is None
+    fe.smooth(model, "blocks.0.down")
+    assert "it has fe.smooth, and cannot have a division" in str(style.problem(model.blocks[0].down, 2))
+    model.blocks[1].down.numerics.switch(SimpleNamespace(names=(RANKS,)))  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ConversionError, match=r"blocks\.1\.down: it has a division over ranks, and cannot have fe\.sm"):
+        fe.smooth(model)
+    assert [name for name, layer in gated(model) if layer.numerics.smooth] == ["blocks.0.down"]
+
+
+def test_a_layer_that_has_a_feature_refuses_another_one_that_the_table_does_not_know():
+    numerics: Any = net().blocks[0].down.numerics
+    numerics.switch(Smooth())
+    numerics.switch(Smooth())
+    for unknown, why in {
+        "a new feature": "cannot have a new feature beside it: one feature runs round a layer's matmuls; switch off",
+        RANKS: "cannot have a division over ranks beside it: each rank would choose scales of its own; leave the layer",
+    }.items():
+        with pytest.raises(fe.errors.ConversionError, match=rf"blocks\.0\.down: it has fe\.smooth, and {why}"):
+            numerics.switch(SimpleNamespace(names=(unknown,)))
+        assert numerics.smooth
+    numerics.switch(None)
+    numerics.switch(SimpleNamespace(names=("a new feature",)))
+    assert numerics.around == ("a new feature",)
+
+
+def test_fully_shard_gathers_a_smoothed_weight_in_high_precision():
+    numerics = net().blocks[0].down.numerics
+    assert not_as_codes(numerics) == ""
+    numerics.switch(Smooth())
+    assert not_as_codes(numerics) == "fe.smooth multiplies the weight before its cast"
+
+
+def test_an_alarm_proposes_the_remedy():
+    """A channel of the product, ordinary at first, grows 2^13 times: only its own alarm names a remedy."""
+    torch.manual_seed(0)
+    model = converted(nn.Sequential(MLP()), fe.auto(interval=1))
+    heard = []
+    fe.scaling_state(model).on_alarm(heard.append)
+    for step in range(14):
+        with torch.no_grad():
+            model[0].up.weight[CHANNEL] *= 2.0**-6 if step == 0 else 2.0
+            model[0].up.bias[CHANNEL] = 0.0
+        model(batch(step)).tanh().square().mean().backward()
+    remedy = "fe.smooth(model, '0.down')"
+    assert len({alarm.slot for alarm in heard}) > 1
+    assert {(alarm.slot, alarm.remedy) for alarm in heard if alarm.remedy} == {("0.down.input", remedy)}
+    report = fe.inspect(model)
+    assert [alarm["remedy"] for alarm in report.alarms] == [alarm.remedy for alarm in heard]
+    assert [alarm for alarm in heard if str(alarm).endswith(f"; remedy: {remedy}")]
+    remedies = controllers_of(model)[0].history.remedies
+    fe.smooth(model)
+    assert remedies == {}
+    fe.smooth(model, on=False)
+    assert remedies == {"0.down.input": remedy}

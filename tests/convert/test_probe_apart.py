@@ -9,25 +9,21 @@ from contextlib import nullcontext
 from typing import Any
 
 import pytest
+import tiny_models
 import torch
-import transformers as hf
 from accelerate import init_empty_weights
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 from probe_modules import K, Rms, what_is
 from torch import nn
 from torch.nn import functional as F
+from transformers.models.llama.modeling_llama import LlamaMLP
 
 from fp8engine._torch import FakeTensorMode
 from fp8engine.convert import probe
 from fp8engine.convert.probe import Mlp
 from fp8engine.ops.reference import Norm
 
-SIZE = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1}
-
-
-def llama(layers: int = 2, **options: Any) -> Any:
-    config = hf.LlamaConfig(**{**SIZE, **options}, num_hidden_layers=layers, vocab_size=64)
-    return hf.LlamaForCausalLM(config)
+llama: Any = tiny_models.llama
 
 
 class Counts(nn.Module):
@@ -180,11 +176,11 @@ def test_several_threads_may_ask():
 def test_alike_modules_run_once(monkeypatch):
     """80 blocks of Llama-70B's width cost what one costs."""
     ran = itertools.count()
-    kind = hf.models.llama.modeling_llama.LlamaMLP
-    plain = kind.forward
-    monkeypatch.setattr(kind, "forward", lambda self, x: (next(ran), plain(self, x))[1])
+    plain = LlamaMLP.forward
+    monkeypatch.setattr(LlamaMLP, "forward", lambda self, x: (next(ran), plain(self, x))[1])
     with torch.device("meta"):
-        model = llama(80, hidden_size=8192, intermediate_size=28672, num_attention_heads=64)
+        wide = {"hidden_size": 8192, "intermediate_size": 28672, "num_attention_heads": 64}
+        model = llama(num_hidden_layers=80, **wide)
     begin = time.perf_counter()
     found = probe.survey(model)
     assert time.perf_counter() - begin < 5, "about 0.1 s; a copy of one weight takes longer than that"

@@ -31,7 +31,6 @@ MODELS["llama"] = tiny.llama
 
 
 def call(name: str, model: Any) -> torch.Tensor:
-    """Its result for one input."""
     torch.manual_seed(5)
     if name == "net":
         return model(torch.randn(4, 16))

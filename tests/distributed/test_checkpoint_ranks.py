@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import Number, holds_on_every_rank, named, outcomes, refusal, says
+from ranks import Number, holds_on_every_rank, named, refusal, says, work
 from torch import nn
 from torch.distributed import checkpoint
 
@@ -149,14 +149,9 @@ PARTS = named(
 )
 
 
-def work(rank: int, ranks: int, folder: str) -> dict[str, str]:
-    warnings.simplefilter("ignore")
-    return outcomes(PARTS, rank, folder)
-
-
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
-    return run(work, 2, str(tmp_path_factory.mktemp("checkpoints")), limit=120.0)
+    return run(work, 2, PARTS, str(tmp_path_factory.mktemp("checkpoints")), limit=120.0)
 
 
 @pytest.mark.slow

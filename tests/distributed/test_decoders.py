@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import beyond, exact, gradients, refusal, says, whole
+from ranks import beyond, exact, gradients, whole
 from support import converted
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -52,7 +52,6 @@ def made(name: str, recipe: str, fuse: bool) -> Any:
 
 
 def ran(model: Any) -> dict[str, Any]:
-    """Loss and gradients."""
     ids = torch.randint(64, (BATCH, T), generator=torch.Generator().manual_seed(1))
     mask = torch.ones_like(ids)
     mask[0, :4] = 0  # padded at the left
@@ -81,23 +80,7 @@ def work(rank: int, ranks: int) -> dict:
         found[case] = trained(fe.distributed.tensor_parallel(model, mesh, decoder_plan(model)))
     model = fe.distributed.tensor_parallel(made(*WHOLE_TOKENS), mesh, PLAN)
     found[WHOLE_TOKENS] = ran(model), how_layers_ran(model)
-    found["refused"] = refused(mesh)
     return found
-
-
-def refused(mesh) -> dict[str, str]:
-    """What one key head for two ranks, and a sequence that they do not divide, are answered."""
-    model = made("llama", "rowwise", False)
-    few: Any = converted(hf.LlamaForCausalLM(hf.LlamaConfig(**{**SIZE, "num_key_value_heads": 1})), "rowwise")
-    divided = fe.distributed.tensor_parallel(model, mesh, decoder_plan(model))
-    return {
-        r"layers\.0\.self_attn: 4 heads, 1 of keys, are not divisible by 2 ranks": refusal(
-            lambda: fe.distributed.tensor_parallel(few, mesh, decoder_plan(few))
-        ),
-        "sequences of 7 tokens are not divisible by 2 ranks: pad them": refusal(
-            lambda: divided(input_ids=torch.zeros(1, 7, dtype=torch.long))
-        ),
-    }
 
 
 @pytest.fixture(scope="module")
@@ -122,12 +105,6 @@ def test_layers_run_fused_as_in_one_process(found: list[dict]):
     for ours, ran_so in (rank[WHOLE_TOKENS] for rank in found):
         assert beyond(ours, reference) == {}
         assert ran_so == fused
-
-
-@pytest.mark.slow
-def test_heads_and_tokens_that_ranks_do_not_divide_are_an_error_on_every_rank(found: list[dict]):
-    for rank in found:
-        assert [wanted for wanted, told in rank["refused"].items() if not says(told, wanted)] == []
 
 
 def test_tied_weights_stay_tied_and_frozen_norms_frozen(group):

@@ -192,50 +192,38 @@ def experts_of_transformers(rank: int, ranks: int, mesh) -> None:
 
 
 def sum_of(x: Any) -> torch.Tensor:
-    """Over ranks."""
     x = x.clone()
     dist.all_reduce(x)
     return x
 
 
 def what_is_refused_is_refused_on_every_rank(rank: int, ranks: int, mesh) -> None:
-    """And the next call works."""
     model, (x, _, sizes), first = divided(mesh, Experts("rowwise")), given(rank, "uneven"), rank == 0
-    wrong = [*sizes[:-1], sizes[-1] + first]
     flat = init_device_mesh("cpu", (1, ranks), mesh_dim_names=("dp", "ep"))
+
+    def made(recipe: str = "rowwise", fp8: Any = None, over: Any = mesh, experts: int = E) -> Any:
+        return divided(over, Experts(recipe, experts=experts), fp8)
+
     alike = {
-        f"its {ranks + 1} experts are not divisible by {ranks} ranks": lambda: divided(
-            mesh, Experts("rowwise", experts=ranks + 1)
-        ),
-        "layer 0's recipe is current on rank 0 of the group and rowwise on rank 1": lambda: divided(
-            mesh, Experts("rowwise" if rank else "current")
-        ),
-        r"fp8 is None on rank 0 of the group and \['input'\] on rank 1": lambda: divided(
-            mesh, Experts("rowwise"), ("input",) if rank else None
-        ),
+        f"its {ranks + 1} experts are not divisible by {ranks} ranks": lambda: made(experts=ranks + 1),
+        "layer 0's recipe is current on rank 0 .*rowwise on rank 1": lambda: made("rowwise" if rank else "current"),
+        r"fp8 is None on rank 0 of the group and \['input'\] on rank 1": lambda: made(fp8=("input",) if rank else None),
         "ExpertParallel: .*divided already": lambda: divided(mesh, model),
         "Linear holds no experts that fe.convert has converted": lambda: divided(mesh, nn.Linear(2, 2)),
-        r"pass one of them, such as mesh\['ep'\]": lambda: divided(flat, Experts("rowwise")),
-        "UnknownName: unknown transfer 'inputs'; did you mean 'input'": lambda: fe.distributed.ExpertParallel(
-            fp8=["inputs"]
-        ),
+        r"pass one of them, such as mesh\['ep'\]": lambda: made(over=flat),
+        "UnknownName: unknown transfer 'inputs'; did you mean 'input'": lambda: made(fp8=["inputs"]),
         r"GroupedLinear: rows of torch\.": lambda: model(x.bfloat16() if first else x, sizes),
     }
-    rows, columns = "sum to 65, and the input has 64 rows", r"want \[T, 129\]"
+    rows, wrong = "ShapeError: GroupedLinear: .*sum to 65, and the input has 64 rows", [*sizes[:-1], sizes[-1] + first]
     of_first = [
-        (f"ShapeError: GroupedLinear: .*{rows}", lambda: model(x, wrong)),
-        (f"ShapeError: GroupedLinear: .*{rows}", lambda: model(x, torch.tensor(wrong))),
-        (f"ShapeError: .*{columns}", lambda: model(x[:, : K - first], sizes)),
+        (rows, lambda: model(x, wrong)),
+        (rows, lambda: model(x, torch.tensor(wrong))),
+        (r"ShapeError: .*want \[T, 129\]", lambda: model(x[:, : K - first], sizes)),
         ("TypeError: ", lambda: model(x, None if first else sizes)),
-        (
-            r"UnsupportedDtype: .*GroupedLinear: input is torch\.float64",
-            lambda: model(x.double() if first else x, sizes),
-        ),
+        (r"UnsupportedDtype: .*input is torch\.float64", lambda: model(x.double() if first else x, sizes)),
     ]
-    found = [(wanted, refusal(call)) for wanted, call in alike.items()]
-    found += [
-        (wanted if first else "rank 0 of the group refused its input", refusal(call)) for wanted, call in of_first
-    ]
+    of_rank = [(wanted if first else "rank 0 of the group refused its input", call) for wanted, call in of_first]
+    found = [(wanted, refusal(call)) for wanted, call in [*alike.items(), *of_rank]]
     assert torch.isfinite(model(x, sizes)).all(), "and the next call works"
     assert [(wanted, told) for wanted, told in found if not says(told, wanted)] == []
 

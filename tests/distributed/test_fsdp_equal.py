@@ -48,7 +48,6 @@ CASES = {
 
 @pytest.fixture(scope="module")
 def rows() -> list[dict]:
-    """The benchmark's rows of these cases."""
     rows = []
     for ranks, cases in CASES.items():
         first, *_, last = run(fsdp.compare, ranks, cases)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import gradients, holds_on_every_rank, named, outcomes, whole
+from ranks import gradients, holds_on_every_rank, named, whole, work
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
@@ -254,14 +254,9 @@ PARTS = named(
 )
 
 
-def work(rank: int, ranks: int) -> dict[str, str]:
-    warnings.simplefilter("ignore")
-    return outcomes(PARTS, rank)
-
-
 @pytest.fixture(scope="module")
 def found() -> list[dict[str, str]]:
-    return run(work, 2, fresh=True)
+    return run(work, 2, PARTS, fresh=True)
 
 
 @pytest.mark.slow

@@ -1,18 +1,20 @@
-"""When a step ends under fe.distributed.fsdp, and what is gathered before: loops of one's own, writes, a pipeline.
+"""When a step ends under fe.distributed.fsdp, what is gathered before, and what `auto` samples of all ranks' rows.
 
 Schedules of microbatches in one process group are compared in test_fsdp_equal.py.
 """
 
+import itertools
 import warnings
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import holds_on_every_rank, named, outcomes
+from ranks import holds_on_every_rank, named, work
 from torch import nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+from transformers.pytorch_utils import Conv1D
 
 import fp8engine as fe
 from benchmarks.distributed import fsdp
@@ -21,6 +23,14 @@ from fp8engine.report.state import controllers_of
 
 SIZE = (64, 128)
 SAMPLED = 4  # forwards from sample to sample
+ODD = (129, 333)  # 43k elements, of which 16k are looked at; 65 and 64 rows, and a block of 128 lies on both ranks
+SAMPLED_STEPS = 64
+POLICIES = {
+    "fp32": MixedPrecisionPolicy(),
+    "bf16": MixedPrecisionPolicy(param_dtype=torch.bfloat16),
+    "bf16, reduced in fp32": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
+}
+CHANGES = {"as made": 1.0, "outlier": 1e4, "NaN": float("nan"), "Inf": float("inf")}
 STAGES, MICROBATCHES = 2, 4
 
 
@@ -111,39 +121,85 @@ def weights_that_others_have_written_are_measured_again(rank: int) -> None:
         assert torch.equal(y, plain(batch(rank, 6))), what
 
 
+def sharded(ours: bool, policy: str, change: float = 1.0) -> Any:
+    """A layer of each kind, the first of which has its weight as [K, N]."""
+    torch.manual_seed(0)
+    model: Any = fe.convert(nn.Sequential(Conv1D(ODD[0], ODD[1]), nn.Linear(*ODD)), "auto", skip=lambda *_: False)
+    with torch.no_grad():
+        for layer in model:
+            layer.weight[-2, 7] *= change  # of the last rank
+    if ours:
+        return fe.distributed.fsdp(model, mp_policy=POLICIES[policy])
+    fully_shard(model, mp_policy=POLICIES[policy])
+    fe.distributed.reduce_amax(model)
+    return model
+
+
+def entered(policy: str, change: str, ours: bool) -> list[torch.Tensor]:
+    """What a sampled step has entered of both weights: slots and parts of the first, and of the second."""
+    model = sharded(ours, policy, CHANGES[change])
+    model(torch.ones(4, ODD[1])).float().square().mean().backward()
+    state: Any = model[0].numerics.state
+    rows = [state.row(layer, "weight") for layer in range(2)]
+    return [table[row].clone() for row in rows for table in (state.samples.slots_SL, state.samples.parts)]
+
+
+def statistics_are_those_of_the_whole_weight(rank: int) -> None:
+    """Bit for bit, but for the energies of the 129 rows of the transposed weight, each of which lies on both ranks:
+    sums of 333 squares in FP32, in another order, by 333 ulps (2^-24) at most.
+    """
+    for policy, change in itertools.product(("fp32", "bf16"), ("as made", "outlier")):
+        whole, joined = (entered(policy, change, ours) for ours in (False, True))
+        assert torch.equal(whole[1][: -ODD[0]], joined[1][: -ODD[0]])
+        torch.testing.assert_close(whole[1], joined[1], rtol=333 * 2.0**-24, atol=0.0)
+        for mine, theirs in zip((whole[0], *whole[2:]), (joined[0], *joined[2:]), strict=True):
+            assert mine.abs().sum() > 0
+            assert torch.equal(mine, theirs)
+
+
+def a_number_that_is_not_finite_is_seen_by_every_rank(rank: int) -> None:
+    """`nonfinite` is the sixth number of a row of the table: auto decides on none of that layer."""
+    for change in ("NaN", "Inf"):
+        joined = entered("fp32", change, True)
+        assert min(joined[0][5], joined[2][5]) >= 1
+
+
+def no_gradient_is_lost_between_microbatches(rank: int) -> None:
+    """Of equal microbatches of which only the last reduces.  Without a step of an optimizer nothing changes, so every
+    step has the gradients of the first, bit for bit.
+    """
+    x = torch.randn(16, ODD[1], generator=torch.Generator().manual_seed(rank))
+    for policy in POLICIES:
+        model, norms = sharded(True, policy), []
+        for _ in range(SAMPLED_STEPS):
+            for i in range(MICROBATCHES):
+                model.set_requires_gradient_sync(i == MICROBATCHES - 1)
+                (model(x).float() - 0.3).square().mean().backward()
+            norms.append([p.grad.full_tensor().float().norm().item() for p in model.parameters()])
+            model.zero_grad()
+        assert norms == norms[:1] * SAMPLED_STEPS, policy
+        assert min(norms[0]) > 0
+
+
 PARTS = named(
     blocks_unsharded_before_the_roots_forward,
     a_loop_of_ones_own_says_when_a_step_has_ended,
     weights_that_others_have_written_are_measured_again,
+    statistics_are_those_of_the_whole_weight,
+    a_number_that_is_not_finite_is_seen_by_every_rank,
+    no_gradient_is_lost_between_microbatches,
 )
-
-
-def work(rank: int, ranks: int) -> dict[str, str]:
-    return outcomes(PARTS, rank)
 
 
 @pytest.fixture(scope="module")
 def found() -> list[dict[str, str]]:
-    return run(work, 2)
+    return run(work, 2, PARTS)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("part", PARTS)
 def test_on_every_rank(part: str, found: list[dict[str, str]]):
     holds_on_every_rank(part, found)
-
-
-class Stage(nn.Module):
-    """One stage of a pipeline."""
-
-    def __init__(self):
-        super().__init__()
-        self.blocks = nn.ModuleList(fsdp.Block(*SIZE) for _ in range(2))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return x
 
 
 def pipelined(rank: int, ranks: int) -> list[dict]:
@@ -153,11 +209,12 @@ def pipelined(rank: int, ranks: int) -> list[dict]:
     place, found = mesh["pp"].get_local_rank(), []
     for ours in (False, True):
         torch.manual_seed(place)
-        stage: Any = fe.convert(Stage(), "auto", skip=lambda name, module: False)
+        blocks = nn.Sequential(fsdp.Block(*SIZE), fsdp.Block(*SIZE))
+        stage: Any = fe.convert(blocks, "auto", skip=lambda name, module: False)
         if ours:
-            fe.distributed.fsdp(stage, mesh=mesh["dp"])
+            fe.distributed.fsdp(stage, mesh=mesh["dp"], blocks=list(stage))
         else:
-            for block in stage.blocks:
+            for block in stage:
                 fully_shard(block, mesh=mesh["dp"])
             fully_shard(stage, mesh=mesh["dp"])
             fe.distributed.reduce_amax(stage, mesh["dp"].get_group())
@@ -169,9 +226,8 @@ def pipelined(rank: int, ranks: int) -> list[dict]:
         schedule = Schedule1F1B(part, MICROBATCHES, loss_fn=nn.functional.mse_loss)
         losses: list[torch.Tensor] = []
         for step in range(4):
-            x = torch.randn(
-                16, SIZE[0], generator=torch.Generator().manual_seed(100 * step + mesh["dp"].get_local_rank())
-            )
+            generator = torch.Generator().manual_seed(100 * step + mesh["dp"].get_local_rank())
+            x = torch.randn(16, SIZE[0], generator=generator)
             if place == 0:
                 schedule.step(x)
             else:

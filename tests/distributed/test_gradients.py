@@ -54,7 +54,6 @@ def backward(model, rank: int, steps=(0,)) -> Any:
 
 
 def whole(model) -> torch.Tensor:
-    """The gradient of all parameters."""
     parts = [p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad for p in model.parameters()]
     return torch.cat([part.detach().flatten().float() for part in parts])
 

@@ -1,15 +1,13 @@
 """fe.hf.iter_fp8 of a model under FSDP2 on two ranks: the tensors of the whole model's export, a gather at a time."""
 
 import shutil
-from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import pytest
 import tiny_models
 import torch
 import torch.distributed as dist
-from ranks import holds_on_every_rank, named, outcomes
+from ranks import holds_on_every_rank, named, work
 from safetensors.torch import load_file
 from support import converted
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -32,7 +30,7 @@ def llama() -> Any:
     return model
 
 
-def sharded(recipe: Any, options: Mapping[str, Any], rank: int) -> Any:
+def sharded(recipe: Any, rank: int, **options: Any) -> Any:
     """A model after some steps on each rank's own tokens, its blocks gathered as codes."""
     torch.manual_seed(0)
     model = converted(llama(), fe.auto(interval=1) if recipe == "auto" else recipe)
@@ -69,7 +67,6 @@ def forward_weights(model: Any) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
 
 
 def bits(tensor: torch.Tensor) -> tuple:
-    """dtype, shape and bytes."""
     return str(tensor.dtype), tuple(tensor.shape), tensor.contiguous().flatten().view(torch.uint8).tolist()
 
 
@@ -77,11 +74,11 @@ class Case(NamedTuple):
     """A recipe and options of fe.distributed.fsdp: shards give what the whole model exports and its forward reads."""
 
     recipe: Any
-    options: Mapping[str, Any] = MappingProxyType({})
+    options: dict[str, Any] | None = None
 
     def __call__(self, rank: int, folder: str) -> None:
-        model, ids = sharded(self.recipe, self.options, rank), torch.arange(16).reshape(2, 8)
-        policy = self.options.get("mp_policy")
+        model, ids = sharded(self.recipe, rank, **(self.options or {})), torch.arange(16).reshape(2, 8)
+        policy = (self.options or {}).get("mp_policy")
         whole = whole_of(model, policy.param_dtype if policy else torch.float32)
         with torch.no_grad():
             before = model(ids).logits
@@ -124,7 +121,7 @@ def how_the_weights_are_divided_changes_nothing(rank: int, folder: str) -> None:
 
 
 def each_tensor_is_gathered_when_it_comes(rank: int, folder: str) -> None:
-    model = sharded("rowwise", {}, rank)
+    model = sharded("rowwise", rank)
     with Traffic() as first:
         pairs = fe.hf.iter_fp8(model)
         name, _ = next(pairs)
@@ -147,13 +144,9 @@ PARTS: dict[str, Any] = {
 } | named(how_the_weights_are_divided_changes_nothing, each_tensor_is_gathered_when_it_comes)
 
 
-def work(rank: int, ranks: int, folder: str) -> dict[str, str]:
-    return outcomes(PARTS, rank, folder)
-
-
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
-    return run(work, 2, str(tmp_path_factory.mktemp("exports")))
+    return run(work, 2, PARTS, str(tmp_path_factory.mktemp("exports")))
 
 
 @pytest.mark.parametrize("part", PARTS)

@@ -47,7 +47,6 @@ def gradients(parts: dict[int, Any]) -> dict[str, torch.Tensor]:
 
 
 def trained(parts: dict[int, Any], step: Any) -> dict[str, torch.Tensor]:
-    """Gradients of the last of a few steps."""
     optimizer = torch.optim.SGD([p for part in parts.values() for p in part.parameters()], lr=1e-2)
     for number in range(STEPS):
         if number:

@@ -45,7 +45,6 @@ class GatedMLP(nn.Module):
 
 
 def data(dtype: torch.dtype = BF16) -> tuple[torch.Tensor, torch.Tensor]:
-    """x and dy."""
     torch.manual_seed(1)
     return torch.randn(BATCH, T, K).to(dtype), torch.randn(BATCH, T, K).to(dtype)
 
@@ -141,7 +140,6 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def found(saved: Path) -> list[dict]:
-    """What each rank found."""
     return run(work, RANKS, str(saved), fresh=True)
 
 

@@ -56,7 +56,6 @@ MODULES: dict[str, tuple[Any, tuple[str, str]]] = {
 
 
 def one_step(name: str, recipe: str, mesh=None, layout=None, rank: int = 0, option: str = "") -> dict:
-    """y, dx and gradients of a module of MODULES; divided over a mesh where one is given."""
     build, layers = MODULES[name]
     torch.manual_seed(0)
     model = build(exact(recipe))
@@ -75,28 +74,19 @@ def one_step(name: str, recipe: str, mesh=None, layout=None, rank: int = 0, opti
     return {key: whole(t) for key, t in found.items()} | gradients(model)
 
 
-class Head(nn.Module):
-    """A norm and an output head whose result is a loss of 40 classes."""
-
-    def __init__(self):
-        super().__init__()
-        self.norm, self.lm_head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 40, bias=False)
-
-    def forward(self, x):
-        return self.lm_head(self.norm(x))
-
-
 def head_loss(mesh=None, parallel: bool = False, rank: int = 0, plan_names_norm: bool = True) -> dict:
+    """Loss and gradients of a norm and an output head of 40 classes."""
     torch.manual_seed(0)
-    model = converted(Head(), exact("current"), skip=lambda name, module: False)
+    head = nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 40, bias=False))
+    model = converted(head, exact("current"), skip=lambda name, module: False)
     x, labels = torch.randn(BATCH, T, WIDTH), torch.randint(0, 40, (BATCH * T,))
     if mesh is None:
         loss = nn.functional.cross_entropy(model(x).flatten(0, 1), labels)
         loss.backward()
         return {"loss": loss.detach(), **gradients(model)}
     output = {"output_layouts": Shard(-1) if parallel else Replicate(), "use_local_output": not parallel}
-    of_norm = {"norm": SequenceParallel()} if plan_names_norm else {}  # else a norm that is recognised sums its own
-    plan = {**of_norm, "lm_head": Colwise(input_layouts=Shard(1), **output)}
+    of_norm = {"0": SequenceParallel()} if plan_names_norm else {}  # else a norm that is recognised sums its own
+    plan = {**of_norm, "1": Colwise(input_layouts=Shard(1), **output)}
     fe.distributed.tensor_parallel(model, mesh, plan)
     logits = model(x.chunk(RANKS, 1)[rank].contiguous()).flatten(0, 1)
     with loss_parallel() if parallel else contextlib.nullcontext():

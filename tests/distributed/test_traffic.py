@@ -1,4 +1,8 @@
-"""Bytes counted in each collective are those that a ring sends, for eager and functional collectives."""
+"""Bytes counted in each collective, eager or functional, are those of a ring; errors of ranks and silence are told."""
+
+import os
+import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -7,6 +11,36 @@ import torch.distributed._functional_collectives as functional
 
 from benchmarks.distributed.processes import run
 from fp8engine.distributed.traffic import Traffic
+
+
+def fails_on_one(rank: int, ranks: int) -> None:
+    if rank == 1:
+        raise ValueError("the reason")
+    time.sleep(600)
+
+
+def hangs(rank: int, ranks: int, folder: str) -> None:
+    """No collective: the group's own time limit does not end it."""
+    Path(folder, str(rank)).write_text(str(os.getpid()))
+    time.sleep(600)
+
+
+def test_a_ranks_traceback_arrives_and_the_other_rank_ends():
+    start = time.monotonic()
+    raised = torch.multiprocessing.ProcessRaisedException
+    with pytest.raises(raised, match=r"in fails_on_one[\s\S]*ValueError: the reason"):
+        run(fails_on_one, 2)
+    assert time.monotonic() - start < 300, "rank 0 sleeps for 600"
+
+
+@pytest.mark.slow
+def test_ranks_that_hang_are_killed(tmp_path):
+    with pytest.raises(TimeoutError, match=r"test_traffic\.hangs: 2 ranks were not done after 5 s"):
+        run(hangs, 2, str(tmp_path), limit=5)
+    for rank in range(2):
+        with pytest.raises(ProcessLookupError):
+            os.kill(int((tmp_path / str(rank)).read_text()), 0)  # an enquiry
+
 
 RANKS = 3
 SIZE = 12  # numbers of a rank

@@ -23,6 +23,23 @@ class Eva(nn.Module):
         return self.proj(F.linear(kernel(x) if self.hidden else x, weight=self.qkv.weight).chunk(3, -1)[0])
 
 
+class Asks(nn.Module):
+    """One of two layers is called, after its weight's dtype is asked for, as in T5."""
+
+    def __init__(self, width: int = 16):
+        super().__init__()
+        self.one, self.other = nn.Linear(width, width), nn.Linear(width, width)
+
+    def forward(self, x):
+        return self.one(x.to(self.one.weight.dtype)) if len(x) else self.other(x)
+
+
+class Keys(dict):
+    """As many a config: its keys are attributes, and to ask for another attribute is a KeyError."""
+
+    __getattr__ = dict.__getitem__
+
+
 class Model(nn.Module):
     """Parts in turn; those of `unused` are there and are not called."""
 

@@ -1,21 +1,8 @@
 """torch.compile of converted transformers: one graph for every batch, and eager code's results, with fused blocks too.
 
-Sizes are symbols in the second graph.  A recipe meets them in one of three ways: an update of scales before the forward
-(delayed), a scale for each of a number of rows (rowwise), rows rounded up to blocks (blockwise).  The other recipes,
-and all of them with sizes that change, are compiled by tests/laws.
-
-Of families one of each way through its producers; the two modes take different ways through Dynamo: with gradients an
-autograd Function becomes a subgraph, without them its forward is inlined.
-
-    phi3       RMSNorm; q, k, v in one layer and gate, up in one, split by the model's own code
-    gpt2       LayerNorm, Conv1D, an activation without gate
-    phi        attention and MLP beside each other, which read one norm
-    bert       norms after the residual: an MLP without a norm; a padding mask
-    t5-v1.1    q, k, v and gate, up as layers of their own; cross-attention, which reads another model's states
-    qwen2_moe  experts, and an expert that all tokens pass
-
-The others differ in names alone.  That their blocks compute what they did is tested in eager code, of every family
-(tests/convert/test_fuse.py).
+Sizes are symbols in the second graph, which a recipe meets in three ways: scales updated before the forward (delayed),
+one for each of a number of rows (rowwise), rows rounded up to blocks (blockwise).  All recipes: tests/laws.  All
+families in eager code: tests/convert/test_fuse.py.
 """
 
 import copy
@@ -34,7 +21,14 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning"),
 ]
 
-WAYS = ("qwen2_moe", "gpt2", "phi", "bert", "t5-v1.1", "phi3")
+WAYS = (  # one family of each way through its producers; the others differ in names alone
+    "qwen2_moe",  # experts, and an expert that all tokens pass
+    "gpt2",  # LayerNorm, Conv1D, an activation without gate
+    "phi",  # attention and MLP beside each other, which read one norm
+    "bert",  # norms after the residual: an MLP without a norm; a padding mask
+    "t5-v1.1",  # q, k, v and gate, up as layers of their own; cross-attention, which reads another model's states
+    "phi3",  # RMSNorm; q, k, v in one layer and gate, up in one, split by the model's own code
+)
 DEPTHS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "encoder_layers", "decoder_layers")
 
 
@@ -69,7 +63,10 @@ def test_a_whole_model_is_one_graph_for_every_batch(name: str, recipe: str):
 @pytest.mark.few(2)
 @pytest.mark.parametrize("name", WAYS)
 def test_a_fused_family_compiles_in_both_modes(name: str):
-    """GPT-2 within what one FP8 code in few moves: a graph lays its transposed weights out anew, and sums otherwise."""
+    """With gradients an autograd Function becomes a subgraph, without them its forward is inlined.
+
+    GPT-2 within what one FP8 code in few moves: a graph lays its transposed weights out anew, and sums otherwise.
+    """
     family, least = FAMILIES[name], 1e-2 if name == "gpt2" else 0.0
     one_layer = {key: 1 for key in DEPTHS if key in family.options}
     eager = converted(family.build(**one_layer), "current", fuse=True)

@@ -170,14 +170,8 @@ SPOILT: dict[str, tuple[Any, str]] = {
         lambda moe: moe.experts.register_parameter("extra", nn.Parameter(torch.ones(4))),
         "and extra is not as use_experts_implementation has it",
     ),
-    "over processes": (
-        lambda moe: setattr(moe.experts, "_is_expert_parallel", True),
-        "divided over processes (expert parallelism)",
-    ),
-    "another dtype": (
-        lambda moe: moe.experts.double(),
-        "of torch.float64; FP8 casts take float32, bfloat16 or float16",
-    ),
+    "over processes": (lambda moe: setattr(moe.experts, "_is_expert_parallel", True), "(expert parallelism)"),
+    "another dtype": (lambda moe: moe.experts.double(), "of torch.float64; FP8 casts take float32"),
 }
 
 

@@ -1,4 +1,4 @@
-"""Consumers by name on tiny Llama, GPT-2, BERT, ViT, T5, ALBERT and Mixtral; known ones on all other families."""
+"""Consumers by name on tiny Llama, GPT-2, BERT, T5, ALBERT and Mixtral; known ones on all other families."""
 
 import copy
 from dataclasses import replace
@@ -34,7 +34,6 @@ def recorded(family: str) -> Flow:
 
 
 def plain(consumers: tuple[Consumer, ...]) -> Reads:
-    """Kinds and names."""
     return tuple((consumer.kind, consumer.name) for consumer in consumers)
 
 
@@ -45,7 +44,7 @@ def siblings(block: str, names: str, made_by: Reads, read_by: Reads) -> dict[str
 
 
 LLAMA, GPT2, BERT = "model.layers.1", "transformer.h.0", "bert.encoder.layer.1"
-VIT, T5, MOE = "vit.layers.0", "encoder.block.0.layer.1.DenseReluDense", "model.layers.0.mlp"
+T5, MOE = "encoder.block.0.layer.1.DenseReluDense", "model.layers.0.mlp"
 CROSS, OTHER = (f"decoder.block.{i}.layer.1.EncDecAttention" for i in (1, 0))
 POOLED = act("bert.pooler.activation")
 BEFORE_MLP = norm(f"{LLAMA}.post_attention_layernorm")
@@ -76,13 +75,6 @@ WANTED: dict[str, dict[str, tuple]] = {
         ),
         f"{BERT}.output.dense": (act(f"{BERT}.intermediate.intermediate_act_fn"), ADD),
         "classifier": (POOLED, LOSS),
-    },
-    "vit": {
-        **siblings(f"{VIT}.attention", "q_proj k_proj v_proj", norm(f"{VIT}.layernorm_before"), SOFTMAX),
-        f"{VIT}.attention.o_proj": (ATTENTION, ADD),
-        f"{VIT}.mlp.fc1": (norm(f"{VIT}.layernorm_after"), act(f"{VIT}.mlp.activation_fn")),
-        f"{VIT}.mlp.fc2": (act(f"{VIT}.mlp.activation_fn"), ADD),
-        "classifier": (norm("vit.layernorm"), LOSS),
     },
     "t5": {
         f"{CROSS}.q": (norm("decoder.block.1.layer.1.layer_norm"), SOFTMAX, set()),

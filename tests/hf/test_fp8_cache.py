@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from hf_families import FAMILIES, MORE
 from support import converted, sqnr
 from tiny_models import gpt2, tokens
 from tiny_models import llama as tiny_llama
@@ -13,34 +14,20 @@ from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 
 import fp8engine as fe
 from fp8engine.errors import ConversionError, StateError
-from fp8engine.nn.hf_cache import Fp8Layer
+from fp8engine.nn import hf_cache
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
-SIZE: dict[str, Any] = {
-    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
-}  # fmt: skip
 GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 12, "min_new_tokens": 12, "pad_token_id": 0}
+
+Fp8Layer: Any = hf_cache.Fp8Layer
 
 
 def llama() -> Any:
     return tiny_llama().eval()
 
 
-def layer_of(block: int, window: int | None = None) -> Any:
-    return Fp8Layer(block, window)
-
-
-def mistral(window: int = 6) -> Any:
-    return transformers.MistralForCausalLM(transformers.MistralConfig(**SIZE, sliding_window=window)).eval()
-
-
-def bart() -> Any:
-    size: dict[str, Any] = {f"{part}_ffn_dim": 64 for part in ("encoder", "decoder")}
-    size |= {"d_model": 32, "encoder_layers": 1, "decoder_layers": 2, "max_position_embeddings": 64, "vocab_size": 64}
-    size |= {"encoder_attention_heads": 2, "decoder_attention_heads": 2, "decoder_start_token_id": 1}
-    special: dict[str, Any] = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-    return transformers.BartForConditionalGeneration(transformers.BartConfig(**size, **special)).eval()
+def mistral() -> Any:
+    return FAMILIES["mistral"].build(sliding_window=6)
 
 
 def logits_of(model, ids, cache, steps):
@@ -72,7 +59,7 @@ def test_a_window_is_right_in_any_steps(steps: list[int]):
 
 @pytest.mark.parametrize("block", [1, 4])
 def test_a_window_keeps_whole_blocks_that_can_still_be_seen(block: int):
-    model, ids = mistral(6), tokens(2, 40)
+    model, ids = mistral(), tokens(2, 40)
     cache: Any = fe.hf.Fp8Cache(model.config, block)
     logits_of(model, ids, cache, [30, *[1] * 10])
     assert cache.get_seq_length() == 40
@@ -82,7 +69,7 @@ def test_a_window_keeps_whole_blocks_that_can_still_be_seen(block: int):
 def test_how_the_tokens_came_is_not_stored():
     model, ids = llama(), tokens(2, 24)
     k = torch.randn(2, 2, 24, 8)
-    whole, parts = layer_of(4), layer_of(4)
+    whole, parts = Fp8Layer(4), Fp8Layer(4)
     whole.update(k, k)
     for part in k.split([3, 1, 15, 5], 2):
         parts.update(part, part)
@@ -122,7 +109,7 @@ def test_assisted_generation(make):
 def test_tokens_taken_back_while_recording_leave_no_trace():
     k = torch.randn(1, 2, 23, 8)
     for window in (None, 6):
-        one, other = layer_of(4, window), layer_of(4, window)
+        one, other = Fp8Layer(4, window), Fp8Layer(4, window)
         one.activate_past_recording()
         one.update(k[:, :, :20], k[:, :, :20])
         one.crop(0)
@@ -139,7 +126,7 @@ def test_tokens_taken_back_while_recording_leave_no_trace():
 
 
 def test_an_encoder_decoder_takes_two():
-    model, ids = bart(), tokens(2, 20)
+    model, ids = MORE["bart"].build(), tokens(2, 20)
     both: Any = EncoderDecoderCache(*(fe.hf.Fp8Cache(block=4) for _ in range(2)))
     wanted = model.generate(ids, **GREEDY, output_logits=True, return_dict_in_generate=True)
     found = model.generate(ids, past_key_values=both, **GREEDY, output_logits=True, return_dict_in_generate=True)
@@ -151,7 +138,7 @@ def test_an_encoder_decoder_takes_two():
 
 def test_rows_are_chosen_and_repeated():
     k = torch.randn(3, 2, 10, 8)
-    layer = layer_of(4)
+    layer = Fp8Layer(4)
     layer.update(k, k)
     values = layer.keys
     layer.batch_repeat_interleave(2)
@@ -170,7 +157,7 @@ def test_a_prompt_is_reused_from_a_copy():
 
 
 def test_layers_that_cache_something_else_are_refused_by_name():
-    config = transformers.LlamaConfig(**SIZE)
+    config = transformers.LlamaConfig(num_hidden_layers=2)
     config.layer_types = ["full_attention", "indexed_attention"]
     with pytest.raises(ConversionError, match="indexed_attention"):
         fe.hf.Fp8Cache(config)

@@ -24,7 +24,6 @@ LINES = Lines(2 * STEPS)
 
 
 def everything(model: Any) -> list[torch.Tensor]:
-    """Parameters, histories, scales and counters."""
     return [*(p.detach().clone() for p in model.parameters()), *tables(model)]
 
 
