@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from autos import plan_of
 from support import converted, numerics_of, state_of
 from torch import nn
 
@@ -100,8 +101,7 @@ def test_a_plan_repeats_the_run_bit_for_bit(options: dict, tmp_path):
     assert [line["after"] for line in outputs(model)] == ["E4M3/tensor", "E4M3/tensor margin 2"][: 2 - len(options)]
     if options:
         assert numerics_of(model.up).recipe.stored_margin == fe.scaling_state(model)["up.output"].margin == 0
-    fe.inspect(model).save_plan(tmp_path / "plan.json")
-    again = net(fe.auto(plan=tmp_path / "plan.json"))
+    again = net(plan_of(model, tmp_path))
     assert train(again, 24, jump=10) == want
     assert outputs(again) == outputs(model)
 
