@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import pytest
 import tiny_models
 import torch
-from autos import without_beta
+from autos import Stored, without_beta
 from blocks import Net
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -21,17 +21,6 @@ WIDTH = 64
 RECIPES: dict[str, Any] = {name: name for name in FP8_RECIPES}
 RECIPES |= {"auto": fe.auto(interval=2), "auto, budget": fe.auto(interval=2, budget=0.01)}
 RECIPES |= {"auto, speed": fe.auto(interval=3, objective="speed"), "auto, frozen": fe.auto(interval=2, freeze_after=3)}
-
-
-class Stored(nn.Module):
-    """A result that a layer alone reads, so that `auto` stores it in FP8."""
-
-    def __init__(self):
-        super().__init__()
-        self.up, self.down, self.last = nn.Linear(WIDTH, 96), nn.Linear(96, WIDTH), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x):
-        return self.last(torch.relu(self.down(self.up(x))))
 
 
 def numbers(step: int) -> torch.Tensor:

@@ -51,6 +51,27 @@ def fused(recipe: str | Recipe | None = None) -> nn.Module:
     return without_beta(nn.Sequential(first, fe.LayerNormMLP(WIDTH, 2 * WIDTH, recipe=recipe)))
 
 
+class Stored(nn.Module):
+    """A result that a layer alone reads, so that `auto` stores it in FP8; between: what lies between the two."""
+
+    def __init__(self, between: nn.Module | None = None):
+        super().__init__()
+        self.up, self.down, self.last = nn.Linear(WIDTH, 96), nn.Linear(96, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.between = between or nn.Identity()
+
+    def forward(self, x):
+        return self.last(torch.relu(self.down(self.between(self.up(x)))))
+
+
+def grow(model: nn.Module, steps: int, columns: int = WIDTH, factor: float = 1.4) -> None:
+    """Steps in which one element of the input grows from 4: by 1.4 its amax/rms rises to 60 in 12 steps, of 64."""
+    for step in range(steps):
+        x = torch.randn(64, columns)
+        x[0, 0] = 4.0 * factor**step
+        model.zero_grad()
+        model(x).square().mean().backward()
+
+
 def controller(model: nn.Module) -> Controller:
     """The one that decides for a model."""
     (found,) = controllers_of(model)
