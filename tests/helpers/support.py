@@ -228,7 +228,7 @@ def train(
     losses = []
     for step in range(steps):
         x = (torch.randn(rows[step % len(rows)], width, generator=generator) * growth**step).requires_grad_()
-        loss = (forward or model)(x).square().mean()
+        loss = (model if forward is None else forward)(x).square().mean()
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
