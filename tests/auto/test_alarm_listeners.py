@@ -5,6 +5,7 @@ import io
 
 import pytest
 import torch
+from autos import grow
 from support import converted
 from torch import nn
 
@@ -16,15 +17,6 @@ from fp8engine.report.state import controllers_of
 
 def watched() -> nn.Module:
     return converted(nn.Sequential(nn.Linear(64, 32)), fe.auto(interval=1))
-
-
-def grow(model: nn.Module, steps: int) -> None:
-    """One element of 4096 grows from 4 to far beyond: amax/rms rises from 4 to 60, of 64 possible."""
-    for step in range(steps):
-        x = torch.randn(64, 64)
-        x[0, 0] = 4.0 * 1.4**step
-        model.zero_grad()
-        model(x).square().mean().backward()
 
 
 def test_a_listener_hears_each_alarm_until_it_is_stopped():

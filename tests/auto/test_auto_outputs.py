@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from autos import Stored, plan_of
 from support import converted, numerics_of, state_of
 from torch import nn
 
@@ -21,31 +22,18 @@ def reader(kind: str, name: str = "") -> SimpleNamespace:
     return SimpleNamespace(kind=kind, name=name)
 
 
-class Net(nn.Module):
-    """A chain, something between, and a layer whose result leaves."""
-
-    def __init__(self, between: nn.Module | None = None):
-        super().__init__()
-        self.up, self.down = nn.Linear(X, 96), nn.Linear(96, X)
-        self.between = between or nn.Identity()
-        self.last = nn.Linear(X, X)
-
-    def forward(self, x):
-        return self.last(torch.relu(self.down(self.between(self.up(x)))))
-
-
 FLOW = {"up": [reader("matmul", "down")], "down": [reader("activation", "relu")], "last": [reader("output")]}
 
 
-def net(recipe=None, flow=FLOW, between: nn.Module | None = None, **options) -> Net:
+def net(recipe=None, flow=FLOW, between: nn.Module | None = None, **options) -> Stored:
     torch.manual_seed(5)
-    model = converted(Net(between), recipe or fe.auto(interval=4), **options)
+    model = converted(Stored(between), recipe or fe.auto(interval=4), **options)
     for controller in controllers_of(model):
         controller.follow(flow)
     return model
 
 
-def train(model: Net, steps: int, jump: int = -1, start: int = 0) -> list[float]:
+def train(model: Stored, steps: int, jump: int = -1, start: int = 0) -> list[float]:
     """Losses of SGD on the same numbers every time; `jump`: the step whose input is 20 times as large."""
     optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.05), []
     for step in range(start, start + steps):
@@ -100,8 +88,7 @@ def test_a_plan_repeats_the_run_bit_for_bit(options: dict, tmp_path):
     assert [line["after"] for line in outputs(model)] == ["E4M3/tensor", "E4M3/tensor margin 2"][: 2 - len(options)]
     if options:
         assert numerics_of(model.up).recipe.stored_margin == fe.scaling_state(model)["up.output"].margin == 0
-    fe.inspect(model).save_plan(tmp_path / "plan.json")
-    again = net(fe.auto(plan=tmp_path / "plan.json"))
+    again = net(plan_of(model, tmp_path))
     assert train(again, 24, jump=10) == want
     assert outputs(again) == outputs(model)
 
@@ -199,7 +186,7 @@ def test_kinds_alone_are_a_flow_too():
 
 
 def test_shared_readers_take_one_tensor():
-    class Shared(Net):
+    class Shared(Stored):
         def __init__(self):
             super().__init__()
             self.other = nn.Linear(96, X)

@@ -25,25 +25,22 @@ def under(budget: float | None) -> Any:
     return converted(taught(), fe.auto(budget=budget, interval=1))
 
 
-def step(model: nn.Module, optimizer: torch.optim.Optimizer, loss: torch.Tensor) -> None:
-    fe.scaling_state(model).see_loss(loss)
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
+def train(model: nn.Module, steps: int, first: int = 0, micro: int = 1, loss_of: Any = None) -> list[float]:
+    """Losses of that many optimizer steps, each of `micro` batches that nobody has seen before.
 
-
-def train(model: nn.Module, steps: int, first: int = 0, micro: int = 1) -> list[float]:
-    """Losses of that many optimizer steps, each of `micro` batches that nobody has seen before."""
+    loss_of(number): of a batch; by default the model's on that text.
+    """
+    loss_of = loss_of or (lambda number: model(*text(1000 + number))["loss"])
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-5)
     losses = []
-    for number in range(first, first + steps):
-        for part in range(micro):
-            loss = model(*text(1000 + micro * number + part))["loss"]
-            fe.scaling_state(model).see_loss(loss)
-            (loss / micro).backward()
-            losses.append(float(loss.detach()))
-        optimizer.step()
-        optimizer.zero_grad()
+    for number in range(first * micro, (first + steps) * micro):
+        loss = loss_of(number)
+        fe.scaling_state(model).see_loss(loss)
+        (loss / micro).backward()
+        losses.append(float(loss.detach()))
+        if number % micro == micro - 1:
+            optimizer.step()
+            optimizer.zero_grad()
     return losses
 
 
@@ -66,11 +63,11 @@ def test_a_training_without_text_keeps_the_budget_on_its_own_batches():
     assert statistics.fmean(found) <= spent.budget * spent.loss + 3 * error
 
 
-def test_it_measures_before_steps_5_20_80_and_says_how_long_it_took(caplog):
+def test_it_measures_before_steps_5_and_20_until_it_is_removed_and_says_how_long_it_took(caplog):
     model = under(0.5)
     evaluated: list[bool] = []
     model.register_forward_pre_hook(lambda model, args: evaluated.append(True) if not model.training else None)
-    handle = fe.keep_budget_in_training(model, BATCHES)
+    fe.keep_budget_in_training(model, BATCHES)
     seen = []
     with caplog.at_level(logging.WARNING, logger="fp8engine.auto.measured"):
         for number in range(1, 25):
@@ -82,8 +79,9 @@ def test_it_measures_before_steps_5_20_80_and_says_how_long_it_took(caplog):
         assert seen == [5, 20]
         assert [record.args[0] for record in caplog.records] == seen
         assert "kept" in caplog.records[0].getMessage()
-        handle.remove()
-        train(model, 60, first=25)
+        removed = under(0.5)
+        fe.keep_budget_in_training(removed, BATCHES).remove()
+        train(removed, BATCHES + 1)
     assert len(caplog.records) == 2
 
 
@@ -120,11 +118,15 @@ def test_batches_are_kept_as_they_were():
     for reuse in (True, False):
         model = under(0.5)
         fe.keep_budget_in_training(model, BATCHES)
-        optimizer = torch.optim.SGD(model.parameters(), lr=1e-5)
+
+        def loss_of(number: int, model=model, reuse=reuse) -> torch.Tensor:
+            batch = text(number)
+            return model(*([part.copy_(new) for part, new in zip(held, batch, strict=True)] if reuse else batch))[
+                "loss"
+            ]
+
         torch.manual_seed(2)
-        for number in range(5):
-            batch = [part.copy_(new) for part, new in zip(held, text(number), strict=True)] if reuse else text(number)
-            step(model, optimizer, model(*batch)["loss"])
+        train(model, 5, loss_of=loss_of)
         found.append(controller(model).spent)
     assert found[0] is not None
     assert found[0] == found[1]
@@ -156,9 +158,7 @@ def _on_rank(rank: int, ranks: int) -> tuple[list[str], object]:
     model = under(SHARE)
     fe.keep_budget_in_training(model, BATCHES)
     parallel = nn.parallel.DistributedDataParallel(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-5)
-    for number in range(BATCHES + 2):
-        step(model, optimizer, parallel(*text(100 * rank + number))["loss"])
+    train(model, BATCHES + 2, loss_of=lambda number: parallel(*text(100 * rank + number))["loss"])
     return forwards(model), controller(model).spent
 
 
@@ -177,12 +177,10 @@ def test_what_cannot_be_measured_is_said_and_tried_again():
     torch.manual_seed(0)
     model: Any = converted(Silent(), fe.auto(budget=0.5, interval=1))
     fe.keep_budget_in_training(model, BATCHES)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-5)
     said = r"returns no loss of one number.*measured again at step 20"
     for number in range(6):
         with pytest.warns(BudgetWarning, match=said) if number == 4 else nullcontext():
-            loss = model(*text(number)).mean()
-        step(model, optimizer, loss)
+            train(model, 1, number, loss_of=lambda at: model(*text(at)).mean())
         assert controller(model).spent is None
 
 

@@ -5,7 +5,7 @@ import types
 
 import pytest
 import torch
-from autos import CALM, INTERVAL, TROUBLE, batch, controller, fused, lines, loss_of, plain, train, twin
+from autos import CALM, INTERVAL, TROUBLE, batch, controller, fused, lines, loss_of, plain, train
 from blocks import WIDTH, Net
 from support import converted, same, state_of
 from torch import nn
@@ -164,7 +164,7 @@ def test_half_a_model_copied_keeps_its_own_controller():
 def test_a_recipe_that_changes_between_a_forward_and_its_backward():
     """A backward follows the recipe of its forward: gradients are those of a model that did not change."""
     changing = plain()
-    again = twin(changing)
+    again = copy.deepcopy(changing)
     y = again(batch(2))
     for numerics in controller(again).layers:
         numerics.adopt(fe.rowwise())

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from autos import controller, fused, lines
+from autos import controller, fused, lines, plan_of
 from blocks import WIDTH, Net
 from support import converted, same, tables
 from torch import nn
@@ -204,8 +204,7 @@ def test_each_change_is_logged_with_what_was_measured_and_a_plan_repeats_it(tmp_
     fe.keep_budget(model, BATCHES)
     assert forwards(model) != before
     assert [line for line in lines(model) if "measured: the casts cost" in line]
-    fe.inspect(model).save_plan(tmp_path / "plan.json")
-    repeats: Any = converted(taught(), fe.auto(plan=tmp_path / "plan.json"))
+    repeats: Any = converted(taught(), plan_of(model, tmp_path))
     for net in (model, repeats):
         net.eval()
     losses = [float(net(*text(200))["loss"].detach()) for net in (model, repeats)]

@@ -29,12 +29,6 @@ def outlier() -> Measured:
     return measured(x)
 
 
-def test_a_result_that_matmuls_alone_read_is_e4m3_at_the_first_look():
-    found = decide_output(normal(), MATMULS, NEEDS, Stored())
-    assert (found.format, found.margin, found.changes) == (fe.E4M3, 0, 1)
-    assert found.reason == "all that read it read FP8: down, gate"
-
-
 @pytest.mark.parametrize(
     ("kind", "why"),
     [
@@ -67,11 +61,6 @@ def test_a_need_that_the_user_names_for_a_kind_is_kept_like_a_matmuls():
 
 def test_nobody_known_reads_it():
     assert decide_output(normal(), [], NEEDS, Stored()).reason == "nothing is known of what reads it"
-
-
-def test_a_reader_that_takes_no_codes_is_named():
-    found = decide_output(normal(), [ResultConsumer("matmul", "down", "casts per row")], NEEDS, Stored())
-    assert (found.format, found.reason) == (fe.BF16, "down reads it, and casts per row")
 
 
 def test_outliers_want_e5m2_or_16_bits():

@@ -155,10 +155,15 @@ def test_auto_is_beside_the_best_cast_where_fixed_recipes_lose(name: str):
     model, short = planted.short(fe.auto(interval=planted.interval))
     assert typical(short) <= planted.typical
     assert max(short) <= planted.worst
-    for recipe, least in LOSE[name].items():
-        other = typical(planted.short(recipe)[1])
-        assert other >= least, recipe
-        assert typical(short) <= other
+    for recipe in FIXED if name == "c" else LOSE[name]:
+        other = planted.short(recipe)[1]
+        if recipe in LOSE[name]:
+            assert typical(other) >= LOSE[name][recipe], recipe
+            assert typical(short) <= typical(other)
+        if name == "c":
+            assert max(short) <= max(other) + 0.1, recipe
+    if name == "c":
+        assert max(short[40:60]) <= 3, "at the peak of the drift"
     assert [line for line in lines(model) if "predicted SQNR" in line]
     if name == "a, x1000":
         assert [line.split()[2] for line in lines(model)] == ["0.grad_output"], "its first format alone"
@@ -190,16 +195,6 @@ def test_a_loss_scale_that_moves(objective: str):
         assert (int(slot.recasts) > 0) == (objective == "speed")  # random amaxes exceed earlier ones now and then
         assert objective == "speed" or int(slot.saturated) == 0
     assert 10 * saturated[True] < saturated[False] or objective == "accuracy"
-
-
-@pytest.mark.slow
-def test_at_the_peak_of_a_drift_auto_is_within_3_db():
-    """And at no step worse than any fixed recipe's worst."""
-    planted = SCENES["c"]
-    _, short = planted.short(fe.auto(interval=planted.interval))
-    assert max(short[40:60]) <= 3
-    for recipe in FIXED:
-        assert max(short) <= max(planted.short(recipe)[1]) + 0.1, recipe
 
 
 def db(x: torch.Tensor, back: torch.Tensor) -> float:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from autos import controller
+from autos import controller, grow
 from support import DTYPES, converted
 from torch import nn
 from torch.utils.checkpoint import checkpoint as recompute
@@ -76,14 +76,6 @@ def test_auto_runs_wherever_current_runs(mode: str):
         assert len(seen) == (6 if mode in ("eager", "checkpoint", "compile") else 4), (model_dtype, cast)
 
 
-def many(model: nn.Module, steps: int, growth: float = 1.0) -> None:
-    """Training steps in which one element of the input grows."""
-    for step in range(steps):
-        x = torch.randn(64, 32)
-        x[0, 0] = 4.0 * growth**step
-        eager(model, x)
-
-
 def broken(*arguments, **options):
     raise RuntimeError("no memory is left")
 
@@ -125,7 +117,7 @@ def test_sampling_that_fails_is_said_once_by_name_and_training_goes_on(where: st
     assert list(fe.inspect(model).auto.failed) == told
     assert all(text in str(fe.inspect(model)).replace("\n", " ") for text in told)
     with pytest.raises(fe.errors.StrictError, match=r"^strict=True: auto: step .*no memory is left$"):
-        many(strict, 2)
+        grow(strict, 2, 32, 1.0)
 
 
 @pytest.mark.slow
@@ -138,7 +130,7 @@ def test_a_compiled_layer_says_it_too(backend: str, monkeypatch: pytest.MonkeyPa
         layer.compile(backend=backend)
     monkeypatch.setattr("fp8engine.scaling.sample.measure_on_host", broken)
     with pytest.warns(fe.errors.SamplingWarning, match=r"0\.input.*RuntimeError: no memory is left"):
-        many(model, 6)
+        grow(model, 6, 32, 1.0)
     assert model[0].numerics.recipe.input.is_fp8
 
 
@@ -151,5 +143,5 @@ def test_an_error_of_a_listener_is_its_users():
 
     fe.scaling_state(model).on_alarm(stop)
     with pytest.raises(KeyError, match="enough"):
-        many(model, 12, growth=1.4)
+        grow(model, 12, 32)
     assert controller(model).failures.told == {}

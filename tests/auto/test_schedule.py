@@ -34,13 +34,6 @@ def test_no_period_hides_a_task(interval: int):
         assert abs(found - expected).max() < 5 * expected**0.5, period
 
 
-def test_every_place_of_an_interval_is_as_likely():
-    """Chi-squared with 15 degrees of freedom: below 37.7 but once in a thousand; a fixed place has 15 n."""
-    places = numpy.array([sampled_step(number, 16) % 16 for number in range(1, 4001)])
-    found = numpy.bincount(places, minlength=16)
-    assert ((found - 250.0) ** 2 / 250).sum() < 37.7
-
-
 def amaxes(*rows: tuple[float, float, float]) -> numpy.ndarray:
     return numpy.array(rows, dtype=float)
 

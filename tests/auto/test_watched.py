@@ -6,18 +6,17 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from amp_common import leave
 from autos import CALM, INTERVAL, batch, controller, lines, loss_of, plain, train
 from blocks import WIDTH
+from op_counts import WAITS, Counted
 from support import DTYPES, converted, state_of
 from torch import nn
 from torch._dynamo.backends.debugging import aot_eager
 from torch._dynamo.exc import Unsupported
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import fp8engine as fe
+from benchmarks.distributed.processes import run
 from fp8engine.auto.schedule import sampled_step
 from fp8engine.report.state import controllers_of
 from fp8engine.scaling.histogram import LENGTH
@@ -25,38 +24,6 @@ from fp8engine.scaling.reads import layout_of
 
 # torch 2.13's Dynamo looks at .grad of a block's input, which is no leaf.
 NO_LEAF = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
-WAITS = ("_local_scalar_dense", "nonzero", "masked_select", "unique2", "_unique2", "bincount", "equal", "is_nonzero")
-
-
-class Waits(TorchDispatchMode):
-    """Notes every operator that would make the host wait for a card: reads of a number, copies to another device."""
-
-    def __init__(self):
-        super().__init__()
-        self.found: list[str] = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        to: Any = kwargs.get("device")
-        source = args[0] if args else None
-        if func is torch.ops.aten.copy_.default:
-            to, source = args[0].device, args[1]
-        copies = func in (torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default)
-        moved = copies and to is not None and isinstance(source, torch.Tensor) and torch.device(to) != source.device
-        if moved or func.overloadpacket.__name__ in WAITS:
-            self.found.append(str(func))
-        return func(*args, **kwargs)
-
-
-@pytest.mark.parametrize("wait", [lambda x: x.sum().item(), lambda x: bool(x.sum() > 0), lambda x: x.nonzero()])
-def test_the_detector_detects(wait):
-    """A meta tensor too: what reads one raises (tests/scaling/test_reads_kept.py looks at those)."""
-    with Waits() as waits:
-        wait(torch.ones(4, 8))
-    assert waits.found
-    for refused in (wait, torch.Tensor.tolist, torch.Tensor.cpu):
-        with pytest.raises(RuntimeError):
-            refused(torch.ones(4, 8, device="meta"))
 
 
 def test_a_watched_step_waits_no_more_than_one_that_is_not():
@@ -67,12 +34,12 @@ def test_a_watched_step_waits_no_more_than_one_that_is_not():
         train(model, 3)
         state_of(model).begin_step()  # here the host reads what arrived on the host
         assert name == "fixed" or state_of(model).samples is not None
-        with Waits() as waits:
+        with Counted(*WAITS) as waits:
             y = batch(9)
             for block in model.blocks:
                 y = block(y)
             loss_of(y).backward()
-        found[name] = waits.found
+        found[name] = waits.count
     assert found["auto"] == found["fixed"]
 
 
@@ -153,9 +120,8 @@ def test_any_shape_and_dtype_is_looked_at(shape, dtype):
     assert x.grad.shape == (m, k)
 
 
-def work(rank: int, folder: str) -> None:
-    """One rank: its own data, of which only the second rank's has trouble."""
-    dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", 2), rank=rank, world_size=2)
+def _on_rank(rank: int, ranks: int) -> dict[str, dict]:
+    """One rank: its own data, of which only that of the rank named in `cases` has trouble."""
     found = {}
     seldom = fe.auto(interval=32)
     cases = {"first": (0, None), "second": (1, None), "moved": (0, seldom), "moved elsewhere": (1, seldom)}
@@ -164,16 +130,14 @@ def work(rank: int, folder: str) -> None:
         wrapped = DistributedDataParallel(model)
         losses = train(model, 14, lambda x: wrapped(x if rank == troubled else batch(0)))  # noqa: B023 - called here
         samples = controller(model).history.samples
-        found[name] = {"lines": lines(model), "losses": losses, "looks": len(samples)}
+        found[name] = {"lines": lines(model), "losses": losses}
         found[name]["sampled"] = sorted({each.step for seen in samples.values() for each in seen})
-    torch.save(found, f"{folder}/{rank}.pt")
-    leave()
+    return found
 
 
 @pytest.mark.slow
-def test_ranks_that_see_different_data_decide_alike(tmp_path):
-    torch.multiprocessing.spawn(work, (str(tmp_path),), 2)
-    one, other = (torch.load(tmp_path / f"{rank}.pt") for rank in range(2))
+def test_ranks_that_see_different_data_decide_alike():
+    one, other = run(_on_rank, 2, fresh=True)
     assert one["first"]["losses"] != other["first"]["losses"]
     for name in ("first", "second"):
         assert one[name]["lines"] == other[name]["lines"] != []

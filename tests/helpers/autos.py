@@ -1,6 +1,6 @@
 """Small models under fe.auto, in trainings whose inputs get into trouble at a step that the tests know."""
 
-import copy
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,10 +14,8 @@ from fp8engine.numerics.recipe import Recipe
 from fp8engine.report.state import controllers_of
 
 INTERVAL = 4
-TROUBLE = (
-    5  # from this step on two channels of the input are 3,000,000 times the others; they are back to normal at CALM
-)
-CALM = 14
+TROUBLE = 5  # from this step on two channels of the input are 3,000,000 times the others
+CALM = 14  # from this step on they are back to normal
 OUTLIERS = slice(5, 7)
 
 
@@ -53,6 +51,27 @@ def fused(recipe: str | Recipe | None = None) -> nn.Module:
     return without_beta(nn.Sequential(first, fe.LayerNormMLP(WIDTH, 2 * WIDTH, recipe=recipe)))
 
 
+class Stored(nn.Module):
+    """A result that a layer alone reads, so that `auto` stores it in FP8; between: what lies between the two."""
+
+    def __init__(self, between: nn.Module | None = None):
+        super().__init__()
+        self.up, self.down, self.last = nn.Linear(WIDTH, 96), nn.Linear(96, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.between = between or nn.Identity()
+
+    def forward(self, x):
+        return self.last(torch.relu(self.down(self.between(self.up(x)))))
+
+
+def grow(model: nn.Module, steps: int, columns: int = WIDTH, factor: float = 1.4) -> None:
+    """Steps in which one element of the input grows from 4: by 1.4 its amax/rms rises to 60 in 12 steps, of 64."""
+    for step in range(steps):
+        x = torch.randn(64, columns)
+        x[0, 0] = 4.0 * factor**step
+        model.zero_grad()
+        model(x).square().mean().backward()
+
+
 def controller(model: nn.Module) -> Controller:
     """The one that decides for a model."""
     (found,) = controllers_of(model)
@@ -73,8 +92,10 @@ def loss_of(y: torch.Tensor) -> torch.Tensor:
     return y.sin().mean()
 
 
-def train(model: nn.Module, steps: int, call: Any = None, start: int = 0, between: Any = None) -> list[float]:
-    """Losses of SGD steps `start` to `steps`; between(step) is called before each."""
+def train(
+    model: nn.Module, steps: int, call: Any = None, start: int = 0, between: Any = None, every: int = 1
+) -> list[float]:
+    """Losses of forwards `start` to `steps`; between(step) is called before each, SGD steps after `every` so many."""
     losses = []
     for step in range(start, steps):
         if between is not None:
@@ -83,7 +104,7 @@ def train(model: nn.Module, steps: int, call: Any = None, start: int = 0, betwee
         loss.backward()
         with torch.no_grad():
             for p in model.parameters():
-                if p.grad is not None:
+                if p.grad is not None and step % every == every - 1:
                     if p.dim() == 2 and p.shape[1] == WIDTH:  # it reads the channels that get into trouble
                         p.grad[:, OUTLIERS] = 0
                     p.sub_(p.grad, alpha=0.02)
@@ -97,6 +118,7 @@ def lines(model: nn.Module) -> list[str]:
     return [line for found in controllers_of(model) for change in found.log for line in change.lines()]
 
 
-def twin(model: nn.Module) -> Any:
-    """A copy, its scaling state and controller too."""
-    return copy.deepcopy(model)
+def plan_of(model: nn.Module, folder: Path) -> Recipe:
+    """A recipe that repeats the model's decisions, by a file in the folder."""
+    fe.inspect(model).save_plan(folder / "plan.json")
+    return fe.auto(plan=folder / "plan.json")

@@ -1,26 +1,22 @@
 """FP8 casts and matmuls written out by hand, from docs/numerics.md alone: the oracle of tests/nightly.
 
 Nothing here calls the engine.  torch's own conversion to FP8 rounds (to nearest even; tests/ops compares all values);
-scales, groups, saturation and predicted scales are this file's, and matmuls are taken in float64.
+saturation and predicted scales are this file's, scales and groups those of casts.py, and matmuls are in float64.
 """
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from dataclasses import dataclass, field
 
 import numpy
 import torch
+from casts import MAX, ROUNDING, factor, groups
 
-from fp8engine.numerics.cast import Cast, PerBlock, PerRow, PerTensor
+from fp8engine.numerics.cast import Cast
 
-MAX = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
 FITS = 1 + 2.0**-22  # an amax over MAX by less is the rounding of the scale itself
-FP32_MAX = float(numpy.finfo(numpy.float32).max)
 TINY = 2.0**-122  # BF16 products of a CPU take numbers near 2^-126 for 0: seen up to 7 times as large in a sum of 9
-# Half an ulp of each dtype, relative: of one rounding to it.
-ROUNDING = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 
 
 @dataclass
@@ -57,17 +53,7 @@ class Window:
     def predicted(self, largest: float, margin: int) -> float:
         """The factor s for values up to `largest` representable; 0 where no step has an amax."""
         amax = 0.0 if self.new else max(self.steps, default=0.0)
-        return factor(amax, largest) * 2.0**-margin if amax > 0 else 0.0
-
-
-def factor(amax: float, largest: float, power_of_2: bool = False) -> float:
-    """s = MAX / amax in FP32, correctly rounded; 1 for an amax of 0; rounded down to a power of two where asked."""
-    if amax == 0:
-        return 1.0
-    with numpy.errstate(over="ignore"):
-        s = float(numpy.float32(largest) / numpy.float32(amax))
-    s = min(s, FP32_MAX)
-    return 2.0 ** (math.frexp(s)[1] - 1) if power_of_2 else s
+        return float(factor(amax, largest)) * 2.0**-margin if amax > 0 else 0.0
 
 
 def restored(x: torch.Tensor, cast: Cast, window: Window | None = None, margin: int = 0) -> torch.Tensor:
@@ -78,7 +64,7 @@ def restored(x: torch.Tensor, cast: Cast, window: Window | None = None, margin: 
     if not cast.is_fp8:
         return (x if x.dtype.itemsize == 2 else x.to(cast.dtype)).double()
     result = torch.empty(x.shape, dtype=torch.float64)
-    for place in _groups(x, cast):
+    for place in groups(x.shape, cast):
         part = x[place].float()
         finite = part[torch.isfinite(part)].abs()
         amax = float(finite.amax()) if finite.numel() else 0.0
@@ -87,29 +73,12 @@ def restored(x: torch.Tensor, cast: Cast, window: Window | None = None, margin: 
             s = window.predicted(MAX[cast.dtype], margin)
         # In FP32, as every backend compares.
         if s == 0.0 or numpy.float32(amax) * numpy.float32(s) > numpy.float32(MAX[cast.dtype] * FITS):
-            s = factor(amax, MAX[cast.dtype], cast.power_of_2)
+            s = float(factor(amax, MAX[cast.dtype], cast.power_of_2))
         scaled = (part * s).clamp(-MAX[cast.dtype], MAX[cast.dtype])
         scaled = torch.where(torch.isfinite(part), scaled, torch.nan)  # a non-finite number stays one
         scale = float(numpy.float32(1.0) / numpy.float32(s))
         result[place] = scaled.to(cast.dtype).double() * scale
     return result
-
-
-def _groups(x: torch.Tensor, cast: Cast) -> list[tuple[slice, slice]]:
-    """The parts of a matrix that have a scale each."""
-    m, k = x.shape
-    match cast.granularity:
-        case PerTensor():
-            rows, cols = m, k
-        case PerRow(dim):
-            rows, cols = (1, k) if dim in (-1, 1) else (m, 1)
-        case PerBlock(down, across):
-            rows, cols = down, across
-    return [
-        (slice(i, i + max(rows, 1)), slice(j, j + max(cols, 1)))
-        for i in range(0, m, max(rows, 1))
-        for j in range(0, k, max(cols, 1))
-    ]
 
 
 def differs(found: torch.Tensor, a: torch.Tensor, b: torch.Tensor, bias=None, rounds: tuple = ()) -> float:
@@ -124,7 +93,7 @@ def differs(found: torch.Tensor, a: torch.Tensor, b: torch.Tensor, bias=None, ro
         exact, sizes = exact + bias.double(), sizes + bias.double().abs()
     usable = (
         torch.isfinite(exact)
-        & (sizes < FP32_MAX / 2)
+        & (sizes < torch.finfo(torch.float32).max / 2)
         & (exact.abs() + sizes * k * 2.0**-24 < 0.99 * torch.finfo(rounds[-1]).max)
     )
     bound = (k + 10) * 2.0**-24 * sizes + 1.01 * sum(ROUNDING[dtype] for dtype in rounds) * exact.abs()

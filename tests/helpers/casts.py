@@ -1,12 +1,13 @@
 """An independent cast to FP8, in NumPy and ml_dtypes: what the engine's casts are held against, bit for bit."""
 
 import math
+from collections.abc import Sequence
 
 import ml_dtypes
 import numpy as np
 import torch
 
-from fp8engine.numerics.cast import Cast, granularity
+from fp8engine.numerics.cast import Cast, PerBlock, PerRow, PerTensor, granularity
 from fp8engine.numerics.formats import Format
 from fp8engine.ops.reference import Operand
 
@@ -14,7 +15,8 @@ E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 FP8 = [E4M3, E5M2]
 MAX = {E4M3: 448.0, E5M2: 57344.0}
 NUMPY = {E4M3: np.dtype(ml_dtypes.float8_e4m3fn), E5M2: np.dtype(ml_dtypes.float8_e5m2)}
-ROUNDING = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}  # relative, at most
+# Half an ulp of each dtype, relative: of one rounding to it.
+ROUNDING = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 FP32_MAX = np.finfo(np.float32).max
 
 
@@ -24,6 +26,21 @@ def cast_of(
     """The cast to a dtype with a scale for each group of rows x cols elements; -1: all."""
     scaling = "delayed" if delayed else "current"
     return Cast(Format.of(dtype), granularity(rows, cols), scaling, power_of_2=power_of_2)
+
+
+def groups(shape: Sequence[int], cast: Cast) -> list[tuple[slice, slice]]:
+    """The parts of a matrix that have a scale each."""
+    m, k = shape
+    match cast.granularity:
+        case PerTensor():
+            rows, cols = m, k
+        case PerRow(dim):
+            rows, cols = (1, k) if dim in (-1, 1) else (m, 1)
+        case PerBlock(down, across):
+            rows, cols = down, across
+    return [
+        (slice(i, i + rows), slice(j, j + cols)) for i in range(0, m, max(rows, 1)) for j in range(0, k, max(cols, 1))
+    ]
 
 
 def every_value(dtype: torch.dtype) -> torch.Tensor:

@@ -99,12 +99,14 @@ def tensors(tree: Any) -> list[torch.Tensor]:
 
 def in_bytes(tree: Any) -> list[tuple]:
     """Shapes, dtypes and bytes of tensors, and whatever else there is: equal only where every bit is."""
-    return [
-        (leaf.dtype, tuple(leaf.shape), bytes(leaf.detach().contiguous().view(-1).view(torch.uint8).numpy()))
-        if isinstance(leaf, torch.Tensor)
-        else (leaf,)
-        for leaf in tree_leaves(tree)
-    ]
+    found = []
+    for leaf in tree_leaves(tree):
+        if isinstance(leaf, torch.Tensor):
+            row = leaf.detach().clone(memory_format=torch.contiguous_format).view(-1)
+            found.append((leaf.dtype, tuple(leaf.shape), bytes(row.view(torch.uint8).numpy())))
+        else:
+            found.append((leaf,))
+    return found
 
 
 def layout(tree: Any) -> list[tuple]:

@@ -3,6 +3,7 @@
 from typing import Any
 
 import torch
+from ranks import gradients
 from torch import nn
 from torch.distributed.tensor.parallel import parallelize_module
 
@@ -42,16 +43,12 @@ def given(rank: int, case: str, dtype: torch.dtype = torch.float32) -> tuple[tor
     return x, dy, sizes
 
 
-def step(model: Any, x: torch.Tensor, dy: torch.Tensor, sizes) -> dict[str, torch.Tensor]:
+def step(model: Any, x: torch.Tensor, dy: torch.Tensor, sizes) -> dict[str, Any]:
     """y, dx and the gradients of a step."""
     x = x.clone().requires_grad_()
     y = model(x, sizes)
     y.backward(dy)
-    found = {"y": y.detach(), "dx": x.grad}
-    for name, parameter in model.named_parameters():
-        g: Any = parameter.grad
-        found[name] = g.full_tensor() if hasattr(g, "full_tensor") else g
-    return found  # pyright: ignore[reportReturnType]
+    return {"y": y.detach(), "dx": x.grad, **gradients(model)}
 
 
 def alone(recipe: str | fe.Recipe, ranks: int, case: str, dtype: torch.dtype) -> list[dict[str, torch.Tensor]]:

@@ -21,7 +21,7 @@ _QUIET = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 _ENCODER = {**_SIZE, **_HEADS, **_QUIET, "pad_token_id": 0, "num_labels": LABELS}
 _PICTURE = {"hidden_size": WIDTH, "intermediate_size": 2 * WIDTH, "num_hidden_layers": 2, "num_attention_heads": 2}
 _PICTURE |= {"image_size": 8, "patch_size": 4}
-_EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": WIDTH}
+_EXPERTS = {**_GROUPED, "num_experts_per_tok": 2, "moe_intermediate_size": WIDTH, "num_experts": 4}
 
 
 @dataclass(frozen=True)
@@ -120,61 +120,46 @@ _WHISPER |= {"decoder_ffn_dim": 2 * WIDTH, "max_source_positions": 16, "max_targ
 _WHISPER |= {**TOKENS, "decoder_start_token_id": 1, "suppress_tokens": None, "begin_suppress_tokens": None}
 _TEXT = {**_SIZE, **_HEADS, **TOKENS}
 
+
+def causal(name: str, options: dict[str, Any], **more: Any) -> Family:
+    return Family(f"{name}ForCausalLM", f"{name}Config", options, **more)
+
+
+def classifier(name: str, options: dict[str, Any], kind: str = "classes", depth: int = 9, blocks: int = 2) -> Family:
+    """Of texts, waves or pictures."""
+    task = "ImageClassification" if kind == "pictures" else "SequenceClassification"
+    return Family(f"{name}For{task}", f"{name}Config", options, kind, depth, blocks)
+
+
+def encoder_and_decoder(name: str, options: dict[str, Any], kind: str = "sequences") -> Family:
+    return Family(f"{name}ForConditionalGeneration", f"{name}Config", options, kind, depth=20, blocks=4)
+
+
+_ALBERT = {**_ENCODER, "embedding_size": 16, "num_hidden_layers": 3, "classifier_dropout_prob": 0.0}
+_CLIP = {"text_config": _TEXT, "vision_config": _PICTURE, "projection_dim": 16}
 FAMILIES = {
-    "llama": Family("LlamaForCausalLM", "LlamaConfig", _GROUPED),
-    "mistral": Family("MistralForCausalLM", "MistralConfig", {**_GROUPED, "sliding_window": 8}),
-    "qwen2": Family("Qwen2ForCausalLM", "Qwen2Config", _GROUPED),
-    "qwen3": Family("Qwen3ForCausalLM", "Qwen3Config", {**_GROUPED, "head_dim": 16}),
-    "phi": Family("PhiForCausalLM", "PhiConfig", {**_DECODER, "resid_pdrop": 0.0}, depth=4),
-    "phi3": Family("Phi3ForCausalLM", "Phi3Config", {**_GROUPED, "resid_pdrop": 0.0}),
+    "llama": causal("Llama", _GROUPED),
+    "mistral": causal("Mistral", {**_GROUPED, "sliding_window": 8}),
+    "qwen2": causal("Qwen2", _GROUPED),
+    "qwen3": causal("Qwen3", {**_GROUPED, "head_dim": 16}),
+    "phi": causal("Phi", {**_DECODER, "resid_pdrop": 0.0}, depth=4),
+    "phi3": causal("Phi3", {**_GROUPED, "resid_pdrop": 0.0}),
     "gpt2": Family("GPT2LMHeadModel", "GPT2Config", _GPT2),
-    "gpt_neox": Family("GPTNeoXForCausalLM", "GPTNeoXConfig", {**_DECODER, "hidden_dropout": 0.0}, depth=4),
-    "opt": Family("OPTForCausalLM", "OPTConfig", _OPT),
-    "opt-350m": Family(
-        "OPTForCausalLM",
-        "OPTConfig",
-        {**_OPT, "word_embed_proj_dim": 16, "do_layer_norm_before": False},
-        depth=10,
-    ),
-    "bert": Family("BertForSequenceClassification", "BertConfig", _ENCODER, "classes", depth=9),
-    "roberta": Family("RobertaForSequenceClassification", "RobertaConfig", _ENCODER, "classes", depth=9),
-    "distilbert": Family("DistilBertForSequenceClassification", "DistilBertConfig", _DISTIL, "classes", depth=9),
-    "albert": Family(
-        "AlbertForSequenceClassification",
-        "AlbertConfig",
-        {**_ENCODER, "embedding_size": 16, "num_hidden_layers": 3, "classifier_dropout_prob": 0.0},
-        "classes",
-        depth=14,
-        blocks=1,
-    ),
-    "vit": Family("ViTForImageClassification", "ViTConfig", {**_PICTURE, **_QUIET, "num_labels": LABELS}, "pictures"),
-    "clip": Family(
-        "CLIPModel",
-        "CLIPConfig",
-        {"text_config": _TEXT, "vision_config": _PICTURE, "projection_dim": 16},
-        "pairs",
-        depth=16,
-        blocks=4,
-    ),
-    "t5": Family("T5ForConditionalGeneration", "T5Config", _T5, "sequences", depth=20, blocks=4),
-    "t5-v1.1": Family(
-        "T5ForConditionalGeneration",
-        "T5Config",
-        {**_T5, "feed_forward_proj": "gated-gelu", "tie_word_embeddings": False},
-        "sequences",
-        depth=20,
-        blocks=4,
-    ),
-    "whisper": Family("WhisperForConditionalGeneration", "WhisperConfig", _WHISPER, "sounds", depth=20, blocks=4),
-    "mixtral": Family("MixtralForCausalLM", "MixtralConfig", {**_GROUPED, "num_local_experts": 4}),
-    "qwen2_moe": Family(
-        "Qwen2MoeForCausalLM",
-        "Qwen2MoeConfig",
-        {**_GROUPED, **_EXPERTS, "num_experts": 4, "shared_expert_intermediate_size": WIDTH},
-    ),
-    "qwen3_moe": Family(
-        "Qwen3MoeForCausalLM", "Qwen3MoeConfig", {**_GROUPED, **_EXPERTS, "head_dim": 16, "num_experts": 4}
-    ),
+    "gpt_neox": causal("GPTNeoX", {**_DECODER, "hidden_dropout": 0.0}, depth=4),
+    "opt": causal("OPT", _OPT),
+    "opt-350m": causal("OPT", {**_OPT, "word_embed_proj_dim": 16, "do_layer_norm_before": False}, depth=10),
+    "bert": classifier("Bert", _ENCODER),
+    "roberta": classifier("Roberta", _ENCODER),
+    "distilbert": classifier("DistilBert", _DISTIL),
+    "albert": classifier("Albert", _ALBERT, depth=14, blocks=1),
+    "vit": classifier("ViT", {**_PICTURE, **_QUIET, "num_labels": LABELS}, "pictures", depth=8),
+    "clip": Family("CLIPModel", "CLIPConfig", _CLIP, "pairs", depth=16, blocks=4),
+    "t5": encoder_and_decoder("T5", _T5),
+    "t5-v1.1": encoder_and_decoder("T5", {**_T5, "feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}),
+    "whisper": encoder_and_decoder("Whisper", _WHISPER, "sounds"),
+    "mixtral": causal("Mixtral", {**_GROUPED, "num_local_experts": 4}),
+    "qwen2_moe": causal("Qwen2Moe", {**_EXPERTS, "shared_expert_intermediate_size": WIDTH}),
+    "qwen3_moe": causal("Qwen3Moe", {**_EXPERTS, "head_dim": 16}),
 }
 
 # Families whose blocks are joined as one above is, or nearly: tests of fusing and of blocks run them, others do not.
@@ -188,55 +173,36 @@ _SPEECH |= dict.fromkeys(("hidden_dropout", "attention_dropout", "activation_dro
 _SPEECH |= {"layerdrop": 0.0, "final_dropout": 0.0, "num_labels": LABELS, "classifier_proj_size": WIDTH}
 _VISION = {"depth": 1, "hidden_size": WIDTH, "intermediate_size": 2 * WIDTH, "num_heads": 2, "out_hidden_size": WIDTH}
 _ROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
+_TEXT_OF_QWEN = {**_GROUPED, "rope_parameters": _ROPE}
+_QWEN2_5_VL = {"text_config": _TEXT_OF_QWEN, "vision_config": _VISION}
+_QWEN3_VL = {
+    "text_config": {**_TEXT_OF_QWEN, "head_dim": 16},
+    "vision_config": {**_VISION, "deepstack_visual_indexes": [0]},
+}
+_SIGLIP = {"vision_config": _PICTURE, "text_config": _TEXT, "num_labels": LABELS}
+_STABLE = {**_SPEECH, "do_stable_layer_norm": True, "feat_extract_norm": "layer"}
 MORE = {
-    "gemma": Family("GemmaForCausalLM", "GemmaConfig", {**_GROUPED, "head_dim": 16}),
-    "gemma2": Family("Gemma2ForCausalLM", "Gemma2Config", _GEMMA),
+    "gemma": causal("Gemma", {**_GROUPED, "head_dim": 16}),
+    "gemma2": causal("Gemma2", _GEMMA),
     "gemma3": Family("Gemma3ForCausalLM", "Gemma3TextConfig", _GEMMA),
-    "olmo2": Family("Olmo2ForCausalLM", "Olmo2Config", _GROUPED),
-    "olmo3": Family("Olmo3ForCausalLM", "Olmo3Config", _GROUPED),
-    "granite": Family("GraniteForCausalLM", "GraniteConfig", {**_GROUPED, "residual_multiplier": 0.5}),
-    "smollm3": Family("SmolLM3ForCausalLM", "SmolLM3Config", {**_GROUPED, "no_rope_layers": [1, 0]}),
-    "stablelm": Family("StableLmForCausalLM", "StableLmConfig", _GROUPED),
-    "starcoder2": Family("Starcoder2ForCausalLM", "Starcoder2Config", {**_GROUPED, "residual_dropout": 0.0}),
-    "gpt_oss": Family("GptOssForCausalLM", "GptOssConfig", {**_GROUPED, "head_dim": 16, "num_local_experts": 4}),
-    "qwen2.5-vl": Family(
-        "Qwen2_5_VLForConditionalGeneration",
-        "Qwen2_5_VLConfig",
-        {
-            "text_config": {**_GROUPED, "rope_parameters": _ROPE},
-            "vision_config": _VISION,
-        },
-    ),
-    "qwen3-vl": Family(
-        "Qwen3VLForConditionalGeneration",
-        "Qwen3VLConfig",
-        {
-            "text_config": {**_GROUPED, "head_dim": 16, "rope_parameters": _ROPE},
-            "vision_config": {**_VISION, "deepstack_visual_indexes": [0]},
-        },
-    ),
-    "xlm-roberta": Family("XLMRobertaForSequenceClassification", "XLMRobertaConfig", _ENCODER, "classes", depth=9),
-    "camembert": Family("CamembertForSequenceClassification", "CamembertConfig", _ENCODER, "classes", depth=9),
-    "electra": Family("ElectraForSequenceClassification", "ElectraConfig", _ENCODER, "classes", depth=9),
-    "mpnet": Family("MPNetForSequenceClassification", "MPNetConfig", _ENCODER, "classes", depth=9),
-    "deberta-v2": Family("DebertaV2ForSequenceClassification", "DebertaV2Config", _ENCODER, "classes", depth=9),
-    "modernbert": Family("ModernBertForSequenceClassification", "ModernBertConfig", _ENCODER, "classes", depth=9),
-    "siglip": Family(
-        "SiglipForImageClassification",
-        "SiglipConfig",
-        {"vision_config": _PICTURE, "text_config": _TEXT, "num_labels": LABELS},
-        "pictures",
-    ),
-    "dinov2": Family(
-        "Dinov2ForImageClassification", "Dinov2Config", {**_PICTURE, **_QUIET, "num_labels": LABELS}, "pictures"
-    ),
-    "bart": Family("BartForConditionalGeneration", "BartConfig", _BART, "sequences", depth=20, blocks=4),
-    "wav2vec2": Family("Wav2Vec2ForSequenceClassification", "Wav2Vec2Config", _SPEECH, "waves", depth=9),
-    "wav2vec2-stable": Family(
-        "Wav2Vec2ForSequenceClassification",
-        "Wav2Vec2Config",
-        {**_SPEECH, "do_stable_layer_norm": True, "feat_extract_norm": "layer"},
-        "waves",
-        depth=9,
-    ),
+    "olmo2": causal("Olmo2", _GROUPED),
+    "olmo3": causal("Olmo3", _GROUPED),
+    "granite": causal("Granite", {**_GROUPED, "residual_multiplier": 0.5}),
+    "smollm3": causal("SmolLM3", {**_GROUPED, "no_rope_layers": [1, 0]}),
+    "stablelm": causal("StableLm", _GROUPED),
+    "starcoder2": causal("Starcoder2", {**_GROUPED, "residual_dropout": 0.0}),
+    "gpt_oss": causal("GptOss", {**_GROUPED, "head_dim": 16, "num_local_experts": 4}),
+    "qwen2.5-vl": Family("Qwen2_5_VLForConditionalGeneration", "Qwen2_5_VLConfig", _QWEN2_5_VL),
+    "qwen3-vl": Family("Qwen3VLForConditionalGeneration", "Qwen3VLConfig", _QWEN3_VL),
+    "xlm-roberta": classifier("XLMRoberta", _ENCODER),
+    "camembert": classifier("Camembert", _ENCODER),
+    "electra": classifier("Electra", _ENCODER),
+    "mpnet": classifier("MPNet", _ENCODER),
+    "deberta-v2": classifier("DebertaV2", _ENCODER),
+    "modernbert": classifier("ModernBert", _ENCODER),
+    "siglip": classifier("Siglip", _SIGLIP, "pictures", depth=8),
+    "dinov2": classifier("Dinov2", {**_PICTURE, **_QUIET, "num_labels": LABELS}, "pictures", depth=8),
+    "bart": encoder_and_decoder("Bart", _BART),
+    "wav2vec2": classifier("Wav2Vec2", _SPEECH, "waves"),
+    "wav2vec2-stable": classifier("Wav2Vec2", _STABLE, "waves"),
 }

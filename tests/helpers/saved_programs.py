@@ -1,7 +1,7 @@
 """Random training programs that can be saved after every operation and gone on with in a fresh model.
 
-A program is a list of names of operations.  What an operation computes depends on its place in the program, on the
-state of the run, and on nothing else, so that a resumed run repeats the uninterrupted one.
+A program is a list of names of operations.  What an operation computes depends on how many forwards came before it, on
+the state of the run, and on nothing else, so that a resumed run repeats the uninterrupted one.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from contracts import in_bytes
 from random_models import RECIPES, Model, batch, loss_of
 from torch import nn
 
@@ -62,74 +63,86 @@ class Setting:
         draw = random.Random(self.seed + 1)
         return [*draw.choices(OPERATIONS, k=length - 1), "train"]
 
-
-class Run:
-    """A model in training.  at: how many operations it has done."""
-
-    def __init__(self, setting: Setting):
-        self.setting, self.at = setting, 0
-        torch.manual_seed(setting.seed)
-        self.model: Any = Model(random.Random(setting.seed + 2))
-        self.model.to(setting.dtype)
-        if any(kept in f"{setting.recipe} {setting.override}" for kept in ("gw_hp", "bf16", "auto")):
+    def model(self) -> Any:
+        """A converted model, the same every time."""
+        torch.manual_seed(self.seed)
+        model: Any = Model(random.Random(self.seed + 2))
+        model.to(self.dtype)
+        if any(kept in f"{self.recipe} {self.override}" for kept in ("gw_hp", "bf16", "auto")):
             # Layers in 16 bits keep their input as it is, and torch refuses a backward that reads what was written.
-            for block in self.model.blocks:
+            for block in model.blocks:
                 vars(block)["between"] = "another"
-        overrides = {} if setting.override is None else {"blocks.0.*": setting.override}
-        options: dict[str, Any] = {"example_inputs": (self.inputs(-1).requires_grad_(),)} if setting.example else {}
+        options: dict[str, Any] = {"overrides": {} if self.override is None else {"blocks.0.*": self.override}}
+        if self.example:
+            options["example_inputs"] = (self.inputs(model, -1).requires_grad_(),)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", fe.errors.EmulationWarning)
             warnings.simplefilter("ignore", fe.errors.FusionWarning)  # of a model that has nothing to fuse
-            recipe = RECIPES[setting.recipe]()
-            fe.convert(self.model, recipe, overrides=overrides, fuse=setting.fuse, skip=_none, **options)
-        self.parameters = list(self.model.parameters())
-        self.optimizer: torch.optim.Optimizer = (
-            torch.optim.AdamW(self.parameters, lr=1e-3)
-            if setting.adam
-            else torch.optim.SGD(self.parameters, lr=1e-3, momentum=0.9)
-        )
+            return fe.convert(model, RECIPES[self.recipe](), fuse=self.fuse, skip=lambda name, module: False, **options)
 
-    def inputs(self, place: int) -> torch.Tensor:
-        """The batch of a place in the program: its size and its outliers change, which no predicted scale expects."""
-        draw = random.Random(1000 * self.setting.seed + place)
-        torch.manual_seed(1000 * self.setting.seed + place + 1)
-        return batch(self.model, draw, self.setting.dtype)
+    def optimizer(self, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+        if self.adam:
+            return torch.optim.AdamW(parameters, lr=1e-3)
+        return torch.optim.SGD(parameters, lr=1e-3, momentum=0.9)
 
-    def call(self, place: int) -> torch.Tensor:
+    def inputs(self, model: Any, place: int) -> torch.Tensor:
+        """The batch of a call: its size and its outliers change, which no predicted scale expects."""
+        draw = random.Random(1000 * self.seed + place)
+        torch.manual_seed(1000 * self.seed + place + 1)
+        return batch(model, draw, self.dtype)
+
+    def loss(self, model: Any, place: int) -> torch.Tensor:
         """The loss of a forward on the batch of that place."""
-        draw = random.Random(1000 * self.setting.seed + place)
-        x = self.inputs(place)
+        draw = random.Random(1000 * self.seed + place)
+        x = self.inputs(model, place)
         if torch.is_grad_enabled():
             x.requires_grad_()
-        with torch.autocast("cpu", torch.bfloat16) if self.setting.autocast else contextlib.nullcontext():
-            loss = loss_of(self.model(x), draw)
-        if self.setting.recipe == "auto, budget" and torch.is_grad_enabled():
-            fe.scaling_state(self.model).see_loss(loss)
+        with torch.autocast("cpu", torch.bfloat16) if self.autocast else contextlib.nullcontext():
+            loss = loss_of(model(x), draw)
+        if self.recipe == "auto, budget" and torch.is_grad_enabled():
+            fe.scaling_state(model).see_loss(loss)
         return loss
+
+    def before_step(self, parameters: list[nn.Parameter]) -> None:
+        """What is done to the gradients before an optimizer step: nothing."""
+
+
+class Run:
+    """A model in training.  setting: a Setting, or what has its methods.  at: how many forwards it has had."""
+
+    def __init__(self, setting: Any):
+        self.setting, self.at = setting, 0
+        self.model: Any = setting.model()
+        self.parameters = list(self.model.parameters())
+        self.optimizer = setting.optimizer(self.parameters)
+
+    def call(self) -> torch.Tensor:
+        """The loss of the next forward."""
+        self.at += 1
+        return self.setting.loss(self.model, self.at - 1)
 
     def do(self, operation: str) -> list[float]:
         """Do the next operation; the losses that it saw."""
-        place, self.at = 10 * self.at, self.at + 1
         if operation in ("train", "accumulate", "microbatch"):
             losses = []
-            for i in range(3 if operation == "accumulate" else 1):
-                loss = self.call(place + i)
+            for _ in range(3 if operation == "accumulate" else 1):
+                loss = self.call()
                 loss.backward()
                 losses.append(loss.item())
             if operation != "microbatch":
                 self.step()
             return losses
         if operation == "siamese":
-            loss = (self.call(place) - self.call(place + 1)) * 0.5
+            loss = (self.call() - self.call()) * 0.5
             loss.backward()
             self.step()
             return [loss.item()]
         if operation == "forward":  # of which no backward comes
-            return [self.call(place).item()]
+            return [self.call().item()]
         if operation in ("evaluate", "infer"):
             self.model.eval()
             with torch.no_grad() if operation == "evaluate" else torch.inference_mode():
-                losses = [self.call(place).item(), self.call(place + 1).item()]
+                losses = [self.call().item(), self.call().item()]
             self.model.train()
             return losses
         losses = []
@@ -137,8 +150,8 @@ class Run:
         if watched and operation in ("write", "write data", "freeze", "forget"):
             # Between microbatches `auto` takes such a change for an optimizer's step, and a run that was resumed there
             # can tell only if a training forward has come since.
-            losses = [self.call(place).item()]
-        self.change(operation, random.Random(place))
+            losses = [self.call().item()]
+        self.change(operation, random.Random(f"{operation} {self.at}"))
         return losses
 
     def change(self, operation: str, draw: random.Random) -> None:
@@ -160,6 +173,7 @@ class Run:
 
     def step(self) -> None:
         """A step of the optimizer."""
+        self.setting.before_step(self.parameters)
         self.optimizer.step()
         self.optimizer.zero_grad()
 
@@ -172,7 +186,7 @@ class Run:
         return file.getvalue()
 
     @staticmethod
-    def resumed(setting: Setting, saved: bytes) -> Run:
+    def resumed(setting: Any, saved: bytes) -> Run:
         """A run in a fresh model, converted again, that goes on from a checkpoint."""
         at, weights, optimizer, gradients, scaling = torch.load(io.BytesIO(saved), weights_only=True)
         run = Run(setting)
@@ -189,18 +203,19 @@ class Run:
         """All that the run has come to: equal for runs that are the same."""
         found: dict[str, Any] = {}
         for name, parameter in self.model.named_parameters():
-            found[name] = _bits(parameter)
-            found[f"gradient of {name}"] = _bits(parameter.grad)
+            found[name] = in_bytes(parameter)
+            found[f"gradient of {name}"] = in_bytes(parameter.grad)
         for name, slot in fe.scaling_state_dict(self.model)["slots"].items():
             for key, tensor in slot.items():
                 if name.endswith(".weight") and key in ("counts", "live"):
                     # Copies of a weight that are kept are no state.  A resumed run casts it once more, counts that, and
                     # has its amax in this step already; when the step ends, the other run enters the same.
                     tensor = tensor[:0] if key == "counts" else tensor[1:]
-                found[f"{name}, {key}"] = _bits(tensor)
+                found[f"{name}, {key}"] = in_bytes(tensor)
         for controller in controllers_of(self.model):
             found["decisions"] = [line for change in controller.log for line in change.lines()]
             found["step of auto"] = controller.step
+            found["trends"] = controller.history.trends_to_dict()
         return found
 
 
@@ -209,16 +224,3 @@ def differences(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
     names = [name for name in {**one, **other} if one.get(name) != other.get(name)]
     shown = [f"{name}: {str(one.get(name))[:120]} / {str(other.get(name))[:120]}" for name in names[:1]]
     return [*shown, *names[1:]]
-
-
-def _bits(tensor: torch.Tensor | None) -> list | None:
-    """A tensor's numbers, in a form of which NaN is equal to itself."""
-    if tensor is None:
-        return None
-    bits = {8: torch.int64, 4: torch.int32, 2: torch.int16}[tensor.dtype.itemsize]
-    return tensor.detach().clone().view(-1).view(bits).tolist()
-
-
-def _none(name: str, module: nn.Module) -> bool:
-    """Every layer is converted."""
-    return False

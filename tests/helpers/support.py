@@ -13,8 +13,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-from casts import MAX, clamped_cast, factor, values
+from casts import MAX, ROUNDING, clamped_cast, factor, groups, values
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import fp8engine as fe
 from fp8engine.autograd import Numerics
@@ -34,11 +35,7 @@ EXACT_SCALES = [
     pytest.param(recipe, id=recipe.name) for recipe in (fe.rowwise(power_of_2=False), fe.blockwise(power_of_2=False))
 ]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-UNIT = {
-    torch.float32: 2.0**-24,
-    torch.bfloat16: 2.0**-8,
-    torch.float16: 2.0**-11,
-}  # half the distance from 1 to the next
+UNIT = ROUNDING
 
 
 class Products(NamedTuple):
@@ -71,10 +68,15 @@ def numerics_of(layer: nn.Module) -> Numerics:
     return layer.numerics
 
 
+def states(model: nn.Module) -> list[ScalingState]:
+    """Each scaling state of a model once, in the order of its layers."""
+    found = {id(m.numerics.state): m.numerics.state for m in model.modules() if isinstance(m, Float8Module)}
+    return list(found.values())
+
+
 def state_of(model: nn.Module) -> ScalingState:
     """The one scaling state of a converted model."""
-    states = [m.numerics.state for m in model.modules() if isinstance(m, Float8Module)]
-    (state,) = {id(state): state for state in states}.values()
+    (state,) = states(model)
     return state
 
 
@@ -102,22 +104,12 @@ def dequantised(x: torch.Tensor, cast: Cast) -> np.ndarray:
         return (
             x.detach().double().numpy() if x.dtype.itemsize == 2 else x.detach().to(cast.format.dtype).double().numpy()
         )
-    wide = x.detach().float().numpy()
-    dtype, group = cast.format.dtype, cast.granularity
-    rows, cols = {"PerTensor": (None, None), "PerRow": (1, None)}.get(type(group).__name__, (0, 0))
-    if isinstance(group, fe.PerRow) and group.dim == 0:
-        rows, cols = None, 1
-    if isinstance(group, fe.PerBlock):
-        rows, cols = group.rows, group.cols
+    wide, dtype = x.detach().float().numpy(), cast.format.dtype
     found = np.zeros(wide.shape)
-    m, k = wide.shape
-    for top in range(0, m, rows or max(m, 1)):
-        for left in range(0, k, cols or max(k, 1)):
-            here = np.s_[top : top + (rows or m), left : left + (cols or k)]
-            part = wide[here]
-            s = factor(float(np.abs(part).max()), MAX[dtype], cast.power_of_2)
-            codes = torch.from_numpy(clamped_cast(part, s, dtype)).view(dtype)
-            found[here] = values(codes) * np.float64(np.float32(1) / s)
+    for place in groups(wide.shape, cast):
+        s = factor(float(np.abs(wide[place]).max()), MAX[dtype], cast.power_of_2)
+        codes = torch.from_numpy(clamped_cast(wide[place], s, dtype)).view(dtype)
+        found[place] = values(codes) * np.float64(np.float32(1) / s)
     return found
 
 
@@ -211,26 +203,32 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """Two Blocks."""
+    """Two Blocks.  reentrant: None for no checkpointing, else which kind of torch.utils.checkpoint."""
 
-    def __init__(self, width: int = 32):
+    def __init__(self, width: int = 32, reentrant: bool | None = None):
         super().__init__()
         self.blocks = nn.ModuleList(Block(width) for _ in range(2))
+        self.reentrant = reentrant
 
     def forward(self, x):
         for block in self.blocks:
-            x = block(x)
+            x = block(x) if self.reentrant is None else checkpoint(block, x, use_reentrant=self.reentrant)
         return x
 
 
-def train(model: nn.Module, forward=None, steps: int = 4, rows=(24,), width: int = 32) -> list[float]:
-    """Losses of a few steps of SGD on random numbers that depend on nothing but their count; rows cycle."""
+def train(
+    model: nn.Module, forward=None, steps: int = 4, rows=(24,), width: int = 32, growth: float = 1.0
+) -> list[float]:
+    """Losses of a few steps of SGD on random numbers that depend on nothing but their count; rows cycle.
+
+    growth: of the inputs from step to step, so that delayed scaling has something to get wrong.
+    """
     generator = torch.Generator().manual_seed(1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     losses = []
     for step in range(steps):
-        x = torch.randn(rows[step % len(rows)], width, generator=generator).requires_grad_()
-        loss = (forward or model)(x).square().mean()
+        x = (torch.randn(rows[step % len(rows)], width, generator=generator) * growth**step).requires_grad_()
+        loss = (model if forward is None else forward)(x).square().mean()
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()

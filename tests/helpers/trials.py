@@ -8,15 +8,13 @@ from typing import Any
 
 import torch
 from scenarios import TABLE, WIDTH, Scenario
-from support import EVERY_FP8_RECIPE
+from support import EVERY_FP8_RECIPE, states
 from torch import nn
 
 import fp8engine as fe
-from fp8engine.nn.linear import Float8Module
 from fp8engine.numerics.recipe import Recipe, resolve
 from fp8engine.ops.reference.operand import COUNTERS
 from fp8engine.report.state import controllers_of
-from fp8engine.scaling.table import ScalingState
 
 STEPS = 4
 # Every recipe of the table; a window that forgets within these steps; decisions within them; and no FP8.
@@ -37,12 +35,6 @@ def batch(step: int, rows: int = 2) -> torch.Tensor:
     """The input of a step, a leaf; larger from step to step, so that a predicted scale has something to get wrong."""
     generator = torch.Generator().manual_seed(step)
     return (torch.randn(rows, 12, WIDTH, generator=generator) * 1.7**step).requires_grad_()
-
-
-def states(model: nn.Module) -> list[ScalingState]:
-    """Each scaling state of a model once, in the order of its layers."""
-    found = {id(m.numerics.state): m.numerics.state for m in model.modules() if isinstance(m, Float8Module)}
-    return list(found.values())
 
 
 def tables(model: nn.Module) -> Found:

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from matmul_truth import product
 from support import converted, dequantised
 from torch import nn
 
@@ -31,15 +32,9 @@ Tensors = Callable[[int], tuple[torch.Tensor, torch.Tensor]]  # step -> x [M, K]
 
 def result(read: Read, operands: dict[str, torch.Tensor]) -> torch.Tensor:
     """The matmul's result in float64, with the rows of the read operand as its rows."""
-    x, w, dy = (operands[role].double() for role in ("input", "weight", "grad_output"))
-    return {
-        ("input", "forward"): lambda: x @ w.t(),
-        ("weight", "forward"): lambda: w @ x.t(),
-        ("grad_output", "dgrad"): lambda: dy @ w,
-        ("weight", "dgrad"): lambda: w.t() @ dy.t(),
-        ("grad_output", "wgrad"): lambda: dy.t() @ x,
-        ("input", "wgrad"): lambda: x.t() @ dy,
-    }[read]()
+    role, matmul = read
+    y = product(matmul, *(operands[each].double() for each in OPERANDS[matmul]))
+    return y.t() if OPERANDS[matmul].index(role) else y
 
 
 def worth(read: Read, operands: dict[str, torch.Tensor], cast: Cast) -> float:
