@@ -23,6 +23,7 @@ everything of that kind fixed to what any x86-64 CPU can do:
 
 Weights and batches are made of integers, so that nothing hangs on how random normal numbers are computed.  The
 optimizer is SGD: torch.sqrt, which Adam needs, is MKL's, which differs from one CPU to the next under every pin.
+agree.py beside this file checks the independence on other (emulated) CPUs, and which pins this machine needs.
 """
 
 from __future__ import annotations

@@ -195,7 +195,7 @@ def test_what_a_sample_does_not_show_is_kept():
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", [(700, 260, 300), (3, 1000, 40), (1, 1, 1)], ids=str)
 def test_nothing_waits_for_the_device(shape: tuple[int, int, int], dtype: torch.dtype):
-    """A meta tensor has no numbers: whatever reads one, or branches on one, raises (test_watched.py shows that)."""
+    """A meta tensor has no numbers: whatever reads one, or branches on one, raises."""
     m, n, k = shape
     sizes = {"input": (m, k), "weight": (n, k), "grad_output": (m, n)}
     tensors = {role: torch.empty(size, dtype=dtype, device="meta") for role, size in sizes.items()}
