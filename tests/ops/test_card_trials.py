@@ -168,6 +168,7 @@ def hopper(pretended, monkeypatch):
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
         monkeypatch.setattr(card_trials, "trials_of", lambda where: None if where.type == "cpu" else trials)
         monkeypatch.setattr(tuning, "table", lambda: table)
+        monkeypatch.setattr(tuning, "pick", tuning.pick.__wrapped__)  # what is kept is of the committed table
 
     return pretend
 
