@@ -155,7 +155,7 @@ def test_ranks_that_see_different_data_decide_alike():
 
 
 @pytest.mark.usefixtures("fresh")
-@pytest.mark.parametrize("before", [0, 2])
+@pytest.mark.parametrize("before", [pytest.param(0, marks=pytest.mark.slow), 2])
 def test_one_graph_of_the_whole_model_keeps_its_formats_and_says_so(before: int):
     """With fullgraph=True it computes what eager code does in the formats of the steps before, or of the recipe."""
     model, eager = plain(), plain() if before else plain("current")
@@ -218,6 +218,7 @@ def test_an_evaluation_of_a_model_compiled_whole_changes_nothing():
 
 
 @NO_LEAF
+@pytest.mark.slow
 @pytest.mark.usefixtures("fresh")
 def test_decisions_end_before_a_model_compiled_whole_is_out_of_graphs():
     """Two graphs before any decision and two of each: of 4 they allow one, and the model's forward stays compiled."""

@@ -70,10 +70,6 @@ def test_a_line_shows_no_number_for_what_is_wrong(capsys: pytest.CaptureFixture[
         (("linear", "--device", "meta"), "no benchmark on meta"),
         (("model", "--device", "meta"), "no benchmark on meta"),
         (("gemm", "--shapes", "8,8,8", "--out", "/no/such/folder/x.json"), "cannot write"),
-        (("amp", "--quick", "--device", "cpu"), "run python -m benchmarks.amp in a checkout"),
-        (("block", "--json"), "run python -m benchmarks.block in a checkout"),
-        (("quantize", "--shapes", "64,64"), "run python -m benchmarks.casts in a checkout"),
-        (("tune", "--write"), "run python -m benchmarks.tune in a checkout"),
     ],
 )
 def test_what_it_refuses(arguments: tuple, why: str):

@@ -23,6 +23,7 @@ import fp8engine as fe
 from benchmarks.distributed.processes import run
 from fp8engine.nn.linear import float8_modules
 
+pytestmark = pytest.mark.slow
 RANKS, LENGTH, STEPS = 2, 32, 3
 RECIPES: dict[str, str | fe.Recipe] = {
     name: name for name in ("current", "rowwise", "rowwise_gw_hp", "blockwise", "mxfp8", "bf16")

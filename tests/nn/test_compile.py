@@ -182,6 +182,7 @@ def test_blocks_that_fully_shard_gathers_as_codes_are_one_graph(recipe: str, gro
     assert counters["stats"]["unique_graphs"] <= MOST
 
 
+@pytest.mark.slow
 def test_a_sampled_step_of_equal_blocks_is_one_graph_and_samples_what_eager_code_samples():
     eager = blocks(fe.auto(interval=2))
     compiled = compiled_by_block(eager, lambda model: model)
