@@ -26,7 +26,7 @@ GOALS = {"engine": 8_600, "kernels": 2_500, "package": 20_600}  # lines of code
 BUDGET = {
     "amp": 2_942,
     "auto": 1_636,
-    "autograd": 2_028,
+    "autograd": 2_029,
     "bench": 793,
     "cli": 955,
     "convert": 1_648,

@@ -117,7 +117,7 @@ def use_of(numerics: Numerics, x: torch.Tensor, weight: torch.Tensor, bias_N, co
     sampled = state.samples is not None and (record or state.decides_next)
     if compiling:
         if record:
-            check_graph(numerics.name)
+            check_graph(numerics)
         if numerics.standalone:
             state.begin_in_graph()
         where, slots = GRAPH_ON_CARD if graphs_run_on(x.device) == "cublas" else GRAPH, GraphSlots(numerics.columns)

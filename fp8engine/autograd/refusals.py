@@ -13,6 +13,8 @@ Layers in 16 bits take all of them.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from fp8engine import _torch
@@ -54,16 +56,19 @@ def check_caller(x: torch.Tensor, weight_NK: torch.Tensor, name: str) -> None:
         raise no_transform(name, "forward-mode AD (forward_ad, jvp, jacfwd, hessian)")
 
 
-def check_graph(name: str) -> None:
+def check_graph(numerics: Any) -> None:
     """Raise GradientError in a graph that torch.compile traces whose backward is left to compiled autograd.
+
+    numerics: of the layer.  Its name is read where it is told alone: torch 2.11's Dynamo makes a graph for each name
+    that it is given, and equal blocks would be no longer one.
 
     Of what such a graph saves, torch 2.13's compiled autograd forgets the tensors that effects alone read, and ends in
     an IndexError.
     """
     if _torch.compiled_autograd():
         raise GradientError(
-            f"{name}: compiled autograd takes no compiled FP8 layer: set torch._dynamo.config.compiled_autograd to "
-            "False, or compile the backward pass alone and not the model"
+            f"{numerics.name}: compiled autograd takes no compiled FP8 layer: set "
+            "torch._dynamo.config.compiled_autograd to False, or compile the backward pass alone and not the model"
         )
 
 

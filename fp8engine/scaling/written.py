@@ -15,19 +15,21 @@ from fp8engine import _torch
 NUMBERS = itertools.count()
 
 
-Place = tuple[int, int]  # of a graph that is being traced: its own number, and how many nodes it has there
+# Of a graph that is being traced: its own number, and how many nodes it has there, "3 17".  As text, because torch
+# 2.11's Dynamo makes a symbol of a number that is another one in the next trace.
+Place = str
 
 
 def here() -> Place | None:
     """The place at which Dynamo is now; None where torch.export traces without it."""
     if (graph := _torch.traced_graph()) is None:
         return None
-    return vars(graph).setdefault("_fp8engine_number", next(NUMBERS)), len(graph.nodes)
+    return f"{vars(graph).setdefault('_fp8engine_number', next(NUMBERS))} {len(graph.nodes)}"
 
 
 def unwritten(since: Place) -> bool:
     """Whether this is the graph of that place, and no node traced since writes in place; Dynamo alone calls it."""
-    graph, (number, nodes) = _torch.traced_graph(), since
+    graph, (number, nodes) = _torch.traced_graph(), map(int, since.split())
     if vars(graph).get("_fp8engine_number") != number:
         return False
     return not any(_writes(node) for node in list(graph.nodes)[nodes:])
