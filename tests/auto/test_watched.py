@@ -205,6 +205,23 @@ def test_a_model_compiled_whole_is_seen_and_changes(how: str):
 @pytest.mark.slow
 @NO_LEAF
 @pytest.mark.usefixtures("fresh")
+def test_a_model_compiled_whole_with_recognised_norms_changes():
+    """Where in a graph a norm has made codes is text: of a number torch 2.11's Dynamo makes a symbol, and ends."""
+    torch.manual_seed(0)
+    layers = [[nn.LayerNorm(64), nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)] for _ in range(2)]
+    made = nn.Sequential(*(nn.Sequential(*block) for block in layers))
+    eager, model = (converted(copy.deepcopy(made), fe.auto(interval=4)) for _ in range(2))
+    for call in (eager, torch.compile(model, backend="aot_eager")):
+        for step in range(12):
+            x = torch.randn(256, 64, generator=torch.Generator().manual_seed(step))
+            (call(x) - x).square().mean().backward()
+            (eager if call is eager else model).zero_grad()
+    assert lines(model) == lines(eager) != []
+
+
+@pytest.mark.slow
+@NO_LEAF
+@pytest.mark.usefixtures("fresh")
 def test_an_evaluation_of_a_model_compiled_whole_changes_nothing():
     model, eager = plain(), plain()
     run = torch.compile(model, backend="aot_eager")
