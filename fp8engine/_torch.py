@@ -20,6 +20,7 @@ from torch._higher_order_ops import effects
 from torch._ops import HigherOrderOperator, OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd import forward_ad
+from torch.fx import traceback
 from torch.utils import checkpoint
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _get_current_dispatch_mode_stack
@@ -47,7 +48,6 @@ disable_current_modes = _disable_current_modes  # a stored tensor is read withou
 # Dispatch: whether an operation may be called directly, without torch's dispatcher.
 dispatch_modes = torch._C._len_torch_dispatch_stack  # how many TorchDispatchModes are active
 dispatch_mode_stack = _get_current_dispatch_mode_stack  # which: checkpointing inside compile is one of them
-CHECKPOINT_MODES = (checkpoint._CachingTorchDispatchMode, checkpoint._CachedTorchDispatchMode)  # inside a graph
 function_modes = torch.overrides._get_current_function_mode_stack  # autocast with lists is one of them
 wrapper_subclass = torch.Tensor._make_wrapper_subclass  # a tensor without storage that holds others
 no_torch_function = torch._C._disabled_torch_function_impl  # a tensor subclass that acts below autograd only
@@ -89,6 +89,17 @@ def ordered_effect(operator: str) -> None:
     Declared mutations would make each compiled region copy the whole table back, which loses what others wrote.
     """
     effects._register_effectful_op(operator, effects._EffectType.ORDERED)
+
+
+def in_checkpoint_of_graph() -> bool:
+    """Whether what is traced now, inside a graph's checkpoint, runs again in its backward.
+
+    torch 2.13 runs a mode there; 2.11 does so for checkpoints with a context_fn, and marks nodes for others.
+    """
+    modes = (checkpoint._CachingTorchDispatchMode, checkpoint._CachedTorchDispatchMode)
+    if any(isinstance(mode, modes) for mode in dispatch_mode_stack()):
+        return True
+    return traceback.get_current_meta().get("recompute") is not None
 
 
 def constant_in_graphs(function: Callable) -> None:

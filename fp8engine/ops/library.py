@@ -242,7 +242,7 @@ def _define_recorded(schema: str, implementation: Callable, fake: Callable) -> N
 
     def recorded(*arguments):
         *given, live, counts, index, record, count = arguments
-        if not any(isinstance(mode, _torch.CHECKPOINT_MODES) for mode in _torch.dispatch_mode_stack()):
+        if not _torch.in_checkpoint_of_graph():
             return getattr(OPERATORS, f"{name}_slot").default(*arguments, not in_backward())
         column = _saved(OPERATORS.take_column.default, live, counts, index)
         *found, live_21, counts_C1 = getattr(OPERATORS, f"{name}_column").default(*given, *column, record, count)

@@ -72,10 +72,9 @@ def test_no_code_is_kept_for_backward_and_only_what_writes_nothing_runs_again():
     whole(model, aot_autograd(fw_compiler=keep, bw_compiler=keep))(torch.randn(24, WIDTH)).sum().backward()
     forward, backward = graphs[-2:]
     kept = [node.meta["val"] for node in forward.graph.output_node().args[0] if node is not None]
-    if torch.__version__ < "2.13":  # torch 2.11 runs no part of an autograd.Function again: it keeps the codes
-        assert torch.float8_e4m3fn in {value.dtype for value in kept}
-        return
     assert {value.dtype for value in kept} == {torch.float32, torch.int64}, "no FP8"
+    if torch.__version__ < "2.13":  # torch 2.11 runs no part of an autograd.Function again: it keeps their results
+        return
     activations = [value for value in kept if value.dim() and len(value) == 24]
     assert [list(value.shape) for value in activations] == [[24, WIDTH]] * 3, "the result, and each block's input"
     again = [node.name for node in backward.graph.nodes if "_column" in node.name and "quantize" in node.name]

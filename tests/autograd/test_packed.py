@@ -196,13 +196,16 @@ def test_what_torchs_varlen_attention_is_given(scores: Scores, monkeypatch):
 
 
 def test_torch_has_the_function_that_is_called():
-    assert module._varlen() is not None, "torch >= 2.13; older ones are refused by name"
+    assert (module._varlen() is None) == (torch.__version__ < "2.13")
 
 
 def test_what_a_card_refuses_by_name(monkeypatch):
     monkeypatch.setattr(device, "capability", lambda where: (9, 0))
     monkeypatch.setattr(device, "name", lambda where: "an H100")
     q = on_card(1, 2, 8, 16)
+    monkeypatch.setattr(module, "_varlen", lambda: None)
+    assert "install torch 2.13" in str(refused(q, 0.0))
+    monkeypatch.setattr(module, "_varlen", lambda: packed_attention)
     assert refused(q, 0.0) is None
     for x, dropout, words in (
         (q.float(), 0.0, "q is torch.float32; run under torch.autocast, or pad"),

@@ -207,8 +207,7 @@ def test_the_script_names_it_before_anything_runs(tmp_path: Path):
     done = subprocess.run(command, capture_output=True, text=True, cwd="/", env=environment)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
-    assert [line.partition(": ")[0] for line in lines] == ["not measured"] * 3
-    assert "no NVIDIA driver" in lines[0]
-    assert "is built without CUDA" in lines[1]
-    assert "/nowhere/cc" in lines[2]
+    assert {line.partition(": ")[0] for line in lines} == {"not measured"}
+    why = ["no NVIDIA driver", *([] if torch.version.cuda else ["is built without CUDA"]), "/nowhere/cc"]
+    assert all(words in line for words, line in zip(why, lines, strict=True))
     assert not (tmp_path / "out").exists()

@@ -9,6 +9,7 @@ import json
 from types import SimpleNamespace
 
 import pytest
+import triton
 
 from benchmarks import codegen, distance
 from benchmarks.machine_code import baselines, ceilings, judge, launches, offline, tables, traffic
@@ -171,7 +172,8 @@ def test_cards_but_hopper_have_issue_slots_alone_and_rows_of_before_nothing():
     assert ceilings.line(None).split() == ["-"] * 6
 
 
-def test_every_hopper_kernel_of_the_baseline_has_its_three_ceilings(capsys):
+def test_every_hopper_kernel_of_the_baseline_has_its_three_ceilings(capsys, monkeypatch):
+    monkeypatch.setattr(triton, "__version__", baselines.DEVELOPED)  # of the file: nothing is compiled here
     assert codegen.main(["--ceilings", "--baseline", str(baselines.path(baselines.DEVELOPED))]) == 0
     header, *lines = capsys.readouterr().out.splitlines()
     assert header.split()[-6:] == ["of", "issue", "L2", "loads", "least", "limit"]

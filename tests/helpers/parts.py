@@ -1,7 +1,7 @@
 """Three parts of all tests: the short one for `make test`, the rest for `make test-all`, and the nightly one.
 
-    short    of each test function MOST cases, spread over its parameters; of a function marked slow one where it is
-             marked `short` as well, else none
+    short    of each test function MOST cases, spread over its parameters, but of one of the emulated card or the
+             interpreter one; of a function marked slow one where it is marked `short` as well, else none
     rest     all others but
     nightly  cases marked so, and of functions marked `few` all but so many: products of parameters whose values the
              other parts have, in other combinations; what differs by a recipe or a size that laws/ goes through
@@ -24,6 +24,7 @@ from fp8engine.numerics.recipe import RECIPES
 
 MOST = 2
 PARTS = ("short", "rest", "nightly")
+KERNELS = ("emulated", "interpreted")  # folders whose files are each of a kernel, or of a family of them
 LACKS = pytest.StashKey[list[str]]()  # what the short part of the collected tests has no case of
 
 
@@ -35,7 +36,7 @@ def short(items: Sequence[pytest.Item]) -> set[str]:
 def _in_short(item: pytest.Item) -> int:
     if _is(item, "slow", "nightly"):
         return 1 if _is(item, "short") else 0
-    return MOST
+    return 1 if item.path.parent.name in KERNELS else MOST
 
 
 def nightly(items: Sequence[pytest.Item]) -> set[str]:
@@ -73,7 +74,7 @@ def _covered(items: Iterable[pytest.Item]) -> set[str]:
     for item in items:
         room = item.path.parent.name if "tests" in item.path.parts else "doctests"
         found.add(f"room {room}")
-        if room in ("emulated", "interpreted"):  # a file a kernel, or a family of them
+        if room in KERNELS:
             found.add(f"file {Path(room, item.path.name)}")
             continue
         values = getattr(getattr(item, "callspec", None), "params", {}).values()

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from parts import LACKS, MOST, PARTS, divide, short
+from parts import KERNELS, LACKS, MOST, PARTS, divide, short
 
 
 def case(name: str, *marks: str, file: str = "tests/nn/test_x.py", **params) -> Any:
@@ -47,6 +47,11 @@ def test_few_cases_of_each_function_and_of_slow_ones_those_that_are_marked():
     assert len(numbers) == MOST
     assert numbers[1] - numbers[0] in (4, 5), "half of the nine cases apart"
     assert {name.partition("::")[2] for name in kept if "many" not in name} == {"test_one", "test_wanted"}
+
+
+@pytest.mark.parametrize("room", KERNELS)
+def test_of_the_emulated_card_and_the_interpreter_one_case(room: str):
+    assert len(short([case(f"test_many[{i}]", file=f"tests/{room}/test_x.py") for i in range(9)])) == 1
 
 
 def test_functions_of_one_name_in_two_files_are_two():

@@ -79,7 +79,11 @@ def test_nothing_is_left_in_16_bits_without_a_word(q: tuple, k: tuple, scale: fl
     assert (attn.fp8_softmax.ran, attn.fp8_softmax.why != "") == ("16 bits", True)
 
 
-@pytest.mark.parametrize("shape", [(0, 2, 3), (2, 0, 3), (2, 2, 0)], ids=str)
+# Without heads torch 2.11's own attention divides by their number, which ends the process.
+HEADLESS = [(2, 0, 3)] if torch.__version__ >= "2.13" else []
+
+
+@pytest.mark.parametrize("shape", [(0, 2, 3), *HEADLESS, (2, 2, 0)], ids=str)
 @pytest.mark.parametrize("keys", [0, 3])
 def test_nothing_to_attend_to_gives_what_torch_gives(shape: tuple, keys: int):
     q, k = (torch.ones(*size, 64, requires_grad=True) for size in (shape, (*shape[:2], keys)))
