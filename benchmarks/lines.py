@@ -40,7 +40,7 @@ BUDGET = {
     "ops": 3_176,
     "report": 2_787,
     "scaling": 1_282,
-    "top level": 404,
+    "top level": 409,
 }
 NO_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 
