@@ -26,7 +26,7 @@ GOALS = {"engine": 8_600, "kernels": 2_500, "package": 20_600}  # lines of code
 BUDGET = {
     "amp": 2_942,
     "auto": 1_636,
-    "autograd": 2_029,
+    "autograd": 2_031,
     "bench": 793,
     "cli": 955,
     "convert": 1_648,
@@ -39,8 +39,8 @@ BUDGET = {
     "numerics": 610,
     "ops": 3_176,
     "report": 2_787,
-    "scaling": 1_282,
-    "top level": 409,
+    "scaling": 1_306,
+    "top level": 415,
 }
 NO_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 

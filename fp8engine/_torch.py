@@ -39,6 +39,7 @@ __all__ = [
     "tree_map",
 ]
 
+Function = TypeVar("Function", bound=Callable)
 Model = TypeVar("Model", bound=nn.Module)  # of functions that change a model in place and give it back
 
 norm_base = torch.nn.modules.batchnorm._NormBase  # every batch norm and instance norm
@@ -102,9 +103,10 @@ def in_checkpoint_of_graph() -> bool:
     return traceback.get_current_meta().get("recompute") is not None
 
 
-def constant_in_graphs(function: Callable) -> None:
+def constant_in_graphs(function: Function) -> Function:
     """Let Dynamo call a function while it traces, and put its result into the graph as a constant."""
     vars(function)["_dynamo_marked_constant"] = True
+    return function
 
 
 def traced_graph() -> Any:
@@ -115,6 +117,14 @@ def traced_graph() -> Any:
         return InstructionTranslator.current_tx().output.graph
     except AttributeError:
         return None
+
+
+def first_graph() -> bool:
+    """Whether Dynamo, which traces now, has compiled no graph of this function before."""
+    from torch._guards import CompileContext
+
+    found = CompileContext.current_compile_id()
+    return found is not None and found.frame_compile_id == 0
 
 
 def traced_alone(function: str) -> bool:

@@ -22,6 +22,7 @@ from fp8engine.autograd.gathered import GatheredWeight
 from fp8engine.errors import Fp8EngineError, GradientError, ParallelError, ScriptError, UnsupportedDtype
 from fp8engine.ops.library import PLAIN
 from fp8engine.ops.tensor import Float8Tensor
+from fp8engine.scaling.whole_graph import check_limit
 
 INPUTS = (*PLAIN, Float8Tensor)
 WEIGHTS = (*PLAIN, GatheredWeight)
@@ -63,8 +64,9 @@ def check_graph(numerics: Any) -> None:
     that it is given, and equal blocks would be no longer one.
 
     Of what such a graph saves, torch 2.13's compiled autograd forgets the tensors that effects alone read, and ends in
-    an IndexError.
+    an IndexError.  What `auto` asks of such a graph is checked as well (`check_limit`).
     """
+    check_limit(numerics.state)
     if _torch.compiled_autograd():
         raise GradientError(
             f"{numerics.name}: compiled autograd takes no compiled FP8 layer: set "

@@ -77,6 +77,7 @@ class ScalingState:
         # with gradients.
         self.optimizer_steps, self.trained = 0, -1
         self.root: weakref.ref[nn.Module] | None = None  # the model whose forward began last, where `on_step` is called
+        self.formats_stay = False  # whether it begins in a graph that may not be divided: whole_graph.py
         self.decides_next = False  # whether `on_step` is to be called at the root's next forward without gradients too
         self.loaded = False  # whether a saved state was put back, or is not wanted: convert/resumed.py
         self.step_amax_S: torch.Tensor | None = None  # the last step's amaxes, where `on_step` reads them
@@ -202,7 +203,7 @@ class ScalingState:
     def begin_forward(self, root: nn.Module | None = None, *_: object) -> None:
         """The root's forward begins: a step may begin with it, and its layers may share their inputs' operands."""
         if torch.compiler.is_compiling():
-            if self.on_step is not None and begins_between(self.controller.failures.strict):
+            if self.on_step is not None and begins_between(self):
                 begin_between(self, root)
                 return
             self.begin_in_graph(waits=False)
@@ -210,7 +211,7 @@ class ScalingState:
                 self.graphs_1.add_(1)
             return
         if self.on_step is not None and root is not None:
-            self.root = weakref.ref(root)
+            self.root, self.formats_stay = weakref.ref(root), False
         self.begin_step(root=True)
         if self.shares:
             self.forward.begin()

@@ -4,7 +4,9 @@ The hooks of the model's forward are part of what Dynamo traces.  It divides its
 samples and decides as in eager code; the forward itself stays one graph.  With fullgraph=True nothing may be divided.
 
 A decision compiles the forward anew, and so does the next sampled step.  Dynamo gives up compiling a function after
-`recompile_limit` graphs of it (8), and runs it in eager code from then on: decisions take half of them.
+`recompile_limit` graphs of it (8), and runs it in eager code from then on: decisions take half of them.  Of blocks
+compiled one by one nobody counts the graphs: with fullgraph=True, where Dynamo ends the training instead, that is said
+when the first is traced.
 """
 
 from __future__ import annotations
@@ -25,30 +27,65 @@ ONE_GRAPH = (
 )
 
 
+ENOUGH = 64  # graphs of one function: two for each set of formats that a block has had
+FEW_GRAPHS = (
+    "auto's decisions compile a function anew for every set of formats, and where fullgraph=True compiles it, torch "
+    "ends the training (FailOnRecompileLimitHit) after torch._dynamo.config.recompile_limit graphs, which is {}: set it to "
+    f"{ENOUGH}, or compile without fullgraph"
+)
+
+
 def most_decisions() -> int:
     """In how many steps formats may change before graphs run out."""
     return _torch.recompile_limit() // 4
 
 
-def begins_between(strict: bool) -> bool:
-    """Whether a step may begin between graphs, asked while one is traced.
+def begins_between(state: Any) -> bool:
+    """Whether a step may begin between graphs, asked while one is traced.  state: a ScalingState.
 
-    In training it is said where it may not; strict: Dynamo raises its Unsupported instead, with the same words.
+    In training it is said where it may not; under strict=True Dynamo raises its Unsupported instead, with the same
+    words.
     """
     if _torch.may_divide():
         return True
+    state.formats_stay = True
     if torch.is_grad_enabled():
-        if strict:
+        if state.controller.failures.strict:
             _torch.graph_break(f"strict=True: {ONE_GRAPH}")
         _tell()
     return False
 
 
+def check_limit(state: Any) -> None:
+    """Tell, when a layer's graph is traced for training, that decisions may take more graphs than there may be.
+
+    Under strict=True Dynamo raises its Unsupported instead, with the same words.
+    """
+    if state.on_step is not None and not state.formats_stay and _few_graphs():
+        if state.controller.failures.strict:
+            _torch.graph_break(f"strict=True: {FEW_GRAPHS.format(_torch.recompile_limit())}")
+        _tell_few()
+
+
+@_torch.constant_in_graphs
 def _tell() -> None:
     warnings.warn(ONE_GRAPH, SamplingWarning, stacklevel=2)
 
 
-_torch.constant_in_graphs(_tell)
+@_torch.constant_in_graphs
+def _few_graphs() -> bool:
+    """Whether the limit is low for a graph that may not be divided, asked by the first layer of a function's first."""
+    if _torch.may_divide() or _torch.recompile_limit() >= ENOUGH or not _torch.first_graph():
+        return False
+    graph = vars(_torch.traced_graph())
+    told = "_fp8engine_told" in graph
+    graph["_fp8engine_told"] = True
+    return not told
+
+
+@_torch.constant_in_graphs
+def _tell_few() -> None:
+    warnings.warn(FEW_GRAPHS.format(_torch.recompile_limit()), SamplingWarning, stacklevel=2)
 
 
 @_torch.outside_of_graphs

@@ -265,8 +265,8 @@ def test_blocks_compiled_one_by_one_are_seen_and_change():
     eager, regional = plain(), plain()
     for block in regional.blocks:
         block.compile(fullgraph=True, backend="aot_eager")
-    assert train(regional, 1) == train(eager, 1)
     with torch._dynamo.config.patch(recompile_limit=64):  # a graph for each set of formats that a block has had
+        assert train(regional, 1) == train(eager, 1)
         assert all(torch.tensor(train(regional, 12, start=1)).isfinite())
     train(eager, 12, start=1)
     change = "grad_output E5M2/tensor -> E4M3/"
@@ -275,6 +275,28 @@ def test_blocks_compiled_one_by_one_are_seen_and_change():
     assert len(of(eager)) == 6
     assert lines(regional)[0].startswith("step 1 ")
     assert all(m.numerics.recipe.grad_output.format == fe.E4M3 for m in regional.modules() if isinstance(m, fe.Linear))
+
+
+@NO_LEAF
+@pytest.mark.slow
+@pytest.mark.usefixtures("fresh")
+@pytest.mark.parametrize("strict", [False, True])
+def test_blocks_that_may_have_few_graphs_only_are_told_once_before_they_run(strict: bool):
+    """Torch would end the training with FailOnRecompileLimitHit, after a decision."""
+    model = plain()
+    controllers_of(model)[0].failures.strict = strict
+    for block in model.blocks:
+        block.compile(fullgraph=True, backend="aot_eager")
+    words = r"FailOnRecompileLimitHit\) after torch._dynamo.config.recompile_limit graphs, which is 8: set it to 64"
+    if strict:
+        with pytest.raises(Unsupported, match=words):
+            train(model, 1)
+        return
+    with pytest.warns(fe.errors.SamplingWarning, match=words) as found:
+        train(model, 2)
+    assert len(found) == 1
+    with torch.no_grad():
+        assert model(batch(CALM)).isfinite().all()
 
 
 def test_the_copy_of_a_watched_model_looks_for_itself():
