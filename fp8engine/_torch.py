@@ -189,11 +189,6 @@ def made_in_graph(name: str) -> None:
         tensor.mutation_type = AttributeMutationNew()
 
 
-def cpu_multiplies_bf16() -> bool:
-    """Whether this CPU has BF16 products: AVX512-BF16 or AMX."""
-    return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
-
-
 def active_ddp() -> nn.parallel.DistributedDataParallel | None:
     """The DistributedDataParallel whose forward is running."""
     return nn.parallel.DistributedDataParallel._active_ddp_module

@@ -133,7 +133,7 @@ def _replace_names() -> None:
         (launch.processors, lambda where: PROCESSORS),
         (triton_backend.no_card, lambda where, oldest=CAPABILITY: None),
         (casts.choose, lambda where: "reference" if asked() == "reference" else "triton"),
-        (matmul.choose, lambda where, by_block, *rest, **named: asked() or ("triton" if by_block else "cublas")),
+        (matmul._choose, lambda where, by_block, *rest: (asked() or ("triton" if by_block else "cublas"), None)),
         (matmul.choose_16_bits, lambda where, shape: "triton" if asked() == "triton" else "torch"),
         (scaled_mm.matmul, _scaled),
         (scaled_grouped.has_scaled_grouped, lambda where: True),

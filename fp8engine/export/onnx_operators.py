@@ -64,11 +64,10 @@ def predicted(x_MK: torch.Tensor, text: str, s: float) -> tuple[torch.Tensor, to
     return quantize_given(x_MK, text, _number(s)), _number(1.0) / _number(s)
 
 
-def matmul(a_MK, b_NK, scale_a, scale_b, *rest) -> torch.Tensor:
+def matmul(*given) -> torch.Tensor:
     """a @ b.T + bias in FP32, rounded to `out`."""
-    bias_N, (rows_a, cols_a, rows_b, cols_b, _), out, _ = rest
-    x_MK = _dequantize_linear(a_MK, scale_a, rows_a, cols_a)
-    w_NK = _dequantize_linear(b_NK, scale_b, rows_b, cols_b)
+    a, scale_a, groups_a, b, scale_b, groups_b, bias_N, out, _ = given
+    x_MK, w_NK = _dequantize_linear(a, scale_a, *groups_a[:2]), _dequantize_linear(b, scale_b, *groups_b[:2])
     return torch.nn.functional.linear(x_MK, w_NK, None if bias_N is None else bias_N.float()).to(out)
 
 

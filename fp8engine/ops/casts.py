@@ -40,8 +40,9 @@ def twin(where: torch.device):
 
 
 def _twin(x_MK: torch.Tensor, cast: Cast):
-    """The module whose functions cast x here."""
-    return triton_backend if choose(x_MK.device) == "triton" and triton_backend.castable(x_MK, cast) else reference
+    """The module whose functions cast x here; of nothing there is nothing to launch."""
+    ours = x_MK.numel() > 0 and triton_backend.castable(cast.rows, cast.cols)
+    return triton_backend if ours and choose(x_MK.device) == "triton" else reference
 
 
 def quantize(x_MK: torch.Tensor, cast: Cast, slot: Slot | None = None, held: torch.dtype | None = None) -> Operand:
@@ -95,11 +96,18 @@ def quantize_given(x_MK: torch.Tensor, cast: Cast, scale: torch.Tensor) -> Opera
     Raises ShapeError for a scale that is neither one number nor one per group, BackendError for two devices.
     """
     device.check_one("quantize", x_MK, scale=scale)
-    if scale.dim() and tuple(scale.shape) != cast.scale_shape(*x_MK.shape):
-        want = list(cast.scale_shape(*x_MK.shape))
-        raise ShapeError(f"quantize: scale is {list(scale.shape)}; {cast} of {list(x_MK.shape)} has {want}")
+    if scale.dim():
+        scale = shaped(scale, x_MK, cast)
     data = encode(x_MK, cast, torch.ones_like(scale) / scale)
     return Operand(data, scale, cast.rows, cast.cols)  # the caller's scale is not known to be a power of two
+
+
+def shaped(scale: torch.Tensor, x_MK: torch.Tensor, cast: Cast) -> torch.Tensor:
+    """A scale in the shape that the cast of x has; one number has it in any shape.  Raises ShapeError for others."""
+    want = cast.scale_shape(*x_MK.shape)
+    if tuple(scale.shape) != want and not (cast.per_tensor and scale.numel() == 1):
+        raise ShapeError(f"quantize: scale is {list(scale.shape)}; {cast} of {list(x_MK.shape)} has {list(want)}")
+    return scale.reshape(want)
 
 
 def _shapes(x, cast):

@@ -97,10 +97,8 @@ INSTRUCTIONS = {"bf16": ("avx512_bf16", "amx_bf16", "bf16", "sve_bf16"), "fp8": 
 @functools.cache
 def cpu_multiplies(format: str) -> bool:
     """Whether this CPU has instructions that multiply "bf16" or "fp8"."""
-    if hasattr(torch.cpu, "get_capabilities"):
-        known = torch.cpu.get_capabilities()
-        return any(known.get(name, False) for name in INSTRUCTIONS[format])
-    return format == "bf16" and _torch.cpu_multiplies_bf16()
+    known = torch.cpu.get_capabilities()
+    return any(known.get(name, False) for name in INSTRUCTIONS[format])
 
 
 @functools.cache

@@ -20,7 +20,6 @@ def count_flops() -> None:
     add = flop_counter.register_flop_formula
     into = "matmul", "matmul_epilogue", "matmul_fp16", "grouped_rows", "grouped_sums", "grouped_sums_16"
     add([getattr(OPERATORS, name) for name in into])(_of_result)
-    add(OPERATORS.accumulate)(lambda a_MK, b_NK, *_, **__: 2 * math.prod(a_MK) * b_NK[0])
     add(OPERATORS.attention)(lambda q, k, v, *_, **__: flop_counter.sdpa_flop_count(q, k, v))
     add(OPERATORS.attention_backward)(lambda do, q, k, v, *_, **__: flop_counter.sdpa_backward_flop_count(do, q, k, v))
 

@@ -21,7 +21,7 @@ import torch
 from fp8engine.numerics.cast import Cast
 from fp8engine.ops import casts, device, matmul, reference, scaled_grouped, triton_backend
 from fp8engine.ops.backends import asked
-from fp8engine.ops.library import OPERATORS, direct, operation
+from fp8engine.ops.library import direct, operation
 from fp8engine.ops.reference import Epilogue, Operand, Slot, operand
 from fp8engine.ops.reference import grouped as twin
 
@@ -111,6 +111,10 @@ def sums(a: Operand, b: Operand, bounds_2E1, out: torch.dtype, way: tuple[str, b
     return _sums(a, b, bounds_2E1, out, *way)
 
 
+@operation(
+    "grouped_sums_16(Tensor a, Tensor b, Tensor bounds, ScalarType out) -> Tensor",
+    lambda a, b, bounds, out: a.new_empty(bounds.shape[1] - 1, a.shape[1], b.shape[1], dtype=out),
+)
 def sums_16(a_TM: torch.Tensor, b_TN: torch.Tensor, bounds_2E1, out: torch.dtype) -> torch.Tensor:
     """dw [E, M, N] of rows in 16 or 32 bits; torch's grouped matmul where it takes them, else expert after expert.
 
@@ -118,7 +122,13 @@ def sums_16(a_TM: torch.Tensor, b_TN: torch.Tensor, bounds_2E1, out: torch.dtype
     >>> sums_16(ones, ones, twin.bounds_of(torch.tensor([2, 0, 1])), torch.float32)[:, 0, 0].tolist()
     [2.0, 0.0, 1.0]
     """
-    return OPERATORS.grouped_sums_16.default(a_TM, b_TN, bounds_2E1, out)
+    if not groupable(a_TM, b_TN):
+        return twin.sums_16(a_TM, b_TN, bounds_2E1, out)
+    ends_E = bounds_2E1[0, 1:].contiguous()
+    dw_EMN = torch.nn.functional.grouped_mm(a_TM.contiguous().t(), b_TN.contiguous(), offs=ends_E)
+    empty_E = torch.diff(bounds_2E1[0]) == 0
+    # Over no rows a card's kernel need not write its tile.
+    return dw_EMN.masked_fill_(empty_E[:, None, None], 0).to(out)
 
 
 def runs_on(a: Operand, b: Operand, experts: int, precision: str) -> str:
@@ -137,8 +147,8 @@ def _kernels_take(a: Operand, b: Operand) -> bool:
 
 
 @operation(
-    "grouped_rows(Tensor a, Tensor b, Tensor scale_a, Tensor scale_b, Tensor? bias, Tensor bounds, int[] groups,"
-    " ScalarType out, str precision) -> Tensor",
+    "grouped_rows(Operand a, Operand b, Tensor? bias, Tensor bounds, ScalarType out, str precision, bool transposed)"
+    " -> Tensor",
     lambda a, b, bias, bounds, out, precision, transposed: a.data.new_empty(
         a.data.shape[0], b.data.shape[1] if transposed else b.data.shape[0] // (bounds.shape[1] - 1), dtype=out
     ),
@@ -148,16 +158,15 @@ def _rows(a, b, bias_EN, bounds_2E1, out, *way):
     experts = bounds_2E1.shape[1] - 1
     name = runs_on(a, b, experts, precision)
     if name == "torch":
-        return _by_torch(a, b, bounds_2E1[0, 1:], bias_EN, precision == "fast", bool(transposed)).to(out)
+        return _by_torch(a, b, bounds_2E1[0, 1:], bias_EN, precision == "fast", transposed).to(out)
     if name == "triton":
         b = _along_k(b, experts) if transposed else b
         return triton_backend.grouped("grouped_rows", a, b, bounds_2E1, Epilogue(bias_EN, out), precision == "fast")
-    return twin.grouped_rows(a, b, bounds_2E1, bias_EN, out, _each(precision, bool(transposed)))
+    return twin.grouped_rows(a, b, bounds_2E1, bias_EN, out, _each(precision, transposed))
 
 
 @operation(
-    "grouped_sums(Tensor a, Tensor b, Tensor scale_a, Tensor scale_b, Tensor bounds, int[] groups, ScalarType out,"
-    " str precision) -> Tensor",
+    "grouped_sums(Operand a, Operand b, Tensor bounds, ScalarType out, str precision, bool blocks) -> Tensor",
     lambda a, b, bounds, out, precision, blocks: a.data.new_empty(
         bounds.shape[1] - 1, *(x.data.shape[0 if blocks else 1] for x in (a, b)), dtype=out
     ),
@@ -165,21 +174,7 @@ def _rows(a, b, bias_EN, bounds_2E1, out, *way):
 def _sums(a, b, bounds_2E1, out, precision, blocks):
     if blocks and _kernels_take(a, b):
         return triton_backend.grouped("grouped_sums", a, b, bounds_2E1, Epilogue(None, out), precision == "fast")
-    return twin.grouped_sums(a, b, bounds_2E1, out, bool(blocks), _each(precision))
-
-
-@operation(
-    "grouped_sums_16(Tensor a, Tensor b, Tensor bounds, ScalarType out) -> Tensor",
-    lambda a, b, bounds, out: a.new_empty(bounds.shape[1] - 1, a.shape[1], b.shape[1], dtype=out),
-)
-def _sums_16(a_TM, b_TN, bounds_2E1, out):
-    if not groupable(a_TM, b_TN):
-        return twin.sums_16(a_TM, b_TN, bounds_2E1, out)
-    ends_E = bounds_2E1[0, 1:].contiguous()
-    dw_EMN = torch.nn.functional.grouped_mm(a_TM.contiguous().t(), b_TN.contiguous(), offs=ends_E)
-    empty_E = torch.diff(bounds_2E1[0]) == 0
-    # Over no rows a card's kernel need not write its tile.
-    return dw_EMN.masked_fill_(empty_E[:, None, None], 0).to(out)
+    return twin.grouped_sums(a, b, bounds_2E1, out, blocks, _each(precision))
 
 
 def groupable(*tensors: torch.Tensor) -> bool:
@@ -191,9 +186,9 @@ def groupable(*tensors: torch.Tensor) -> bool:
     where = tensors[0].device
     if where.type != "cpu" and not (where.type == "cuda" and device.capability(where) >= CAPABILITY_16_BITS):
         return False
-    if not hasattr(torch.nn.functional, "grouped_mm") or any(x.dtype != torch.bfloat16 for x in tensors):
+    if any(x.dtype != torch.bfloat16 or not x.numel() for x in tensors):
         return False
-    return all(x.numel() and not size * x.itemsize % scaled_grouped.ALIGNED for x in tensors for size in x.shape[1:])
+    return not any(size * x.itemsize % scaled_grouped.ALIGNED for x in tensors for size in x.shape[1:])
 
 
 def _by_torch(a: Operand, b: Operand, ends_E, bias_EN, fast: bool, transposed: bool) -> torch.Tensor:
@@ -241,7 +236,7 @@ def _shapes(x, cast, bounds, transposed):
     "quantize_experts(Tensor x, str cast, Tensor bounds, bool transposed) -> (Tensor, Tensor)", _shapes, slot=True
 )
 def _quantize(x_TK, cast, bounds_2E1, transposed, slot=None):
-    found = casts.twin(x_TK.device) if triton_backend.casts_groups(cast) else reference
+    found = casts.twin(x_TK.device) if triton_backend.castable(cast.rows, cast.cols) else reference
     return found.quantize_experts(x_TK, cast, bounds_2E1, slot, transposed)
 
 

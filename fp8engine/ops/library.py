@@ -6,9 +6,9 @@
     data, scale = _quantize(x_MK, cast, slot=slot)
 
 Eager code on plain tensors (`direct`) calls the decorated function itself.  torch.compile, dispatch modes and tensor
-subclasses call the operator, with the same values: a cast travels as its text, a Slot as five fields, two Operands as
-their tensors and groups.  `Library.define` and `impl` cost 1-2 us a call where `custom_op` costs 6-9; the price is
-that aliasing must be right by construction (`owned`).
+subclasses call the operator, with the same values: a cast travels as its text, a Slot as five fields, an Operand as its
+fields (`_flat`).  `Library.define` and `impl` cost 1-2 us a call where `custom_op` costs 6-9; the price is that
+aliasing must be right by construction (`owned`).
 
 An operator that writes a slot, or another table of a model, does not declare it in its schema.  A declared write is
 functionalised: a graph works on its own copy of the table and copies all of it back, over what other graphs (the next
@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import re
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, cast
 
@@ -37,7 +38,8 @@ LIBRARY = torch.library.Library("fp8engine", "DEF")
 OPERATORS = torch.ops.fp8engine
 F = TypeVar("F", bound=Callable)
 PLAIN = (torch.Tensor, torch.nn.Parameter)
-CAST, GROUPS = "str cast", "int[] groups"  # arguments that stand for a Cast, and for what Operands have beside tensors
+CAST, OPERAND = "str cast", "Operand"  # of a schema: an argument that stands for a Cast; the type of an Operand
+FIELDS = r"Tensor \1, Tensor \1_scale, int[] \1_groups"  # what an operator has for an Operand: an integer costs 1/2 us
 TABLES, FLAGS = "Tensor live, Tensor counts", "bool record, bool count"  # the fields of a Slot, less its index
 
 
@@ -73,35 +75,34 @@ def in_backward() -> bool:
 def operation(schema: str, fake: Callable, slot: bool = False, effect: bool = False) -> Callable[[F], F]:
     """Register the decorated function as an operator; what is returned calls the one or the other, as `direct` says.
 
-    schema: with its name first.  The function and `fake` take its arguments in order, but for these:
-        str cast        a Cast, or None for ""
-        int[] groups    with Tensor a, b, scale_a and scale_b first: two Operands, a and b, in their place; what the
-                        function takes beyond the schema's arguments are flags, which travel behind the groups
+    schema: with its name first.  The function and `fake` take its arguments in order.  Of "str cast" they take a Cast,
+        or None for ""; "Operand a" is an Operand: these come before all others, and a cast beside none.
     fake: returns what the operator gives for fake tensors.  Of several results one that is not there is None.
     slot: the function takes a Slot as its keyword `slot` too, and writes it: `name_recorded` is registered as well.
     effect: the function writes a table.
     """
-    name, arguments = schema.split("(")[0], schema[schema.index("(") + 1 : schema.index(")")].split(", ")
-    place = next((i for i, argument in enumerate(arguments) if argument in (CAST, GROUPS)), None)
-    named = len(arguments) - 5 if GROUPS in arguments else None
+    name, kinds = schema.split("(")[0], schema[schema.index("(") + 1 : schema.index(")")].split(", ")
+    schema = re.sub(rf"{OPERAND} (\w+)", FIELDS, schema)
+    size, operands = schema[: schema.index(")")].count(",") + 1, sum(kind.startswith(OPERAND) for kind in kinds)
+    place = kinds.index(CAST) if CAST in kinds else None
 
     def decorate(function: F) -> F:
         def run(*flat):
-            given, fields = _values(flat[: len(arguments)], place, named), flat[len(arguments) :]
+            given, fields = _values(flat[:size], operands, place), flat[size:]
             found = function(*given, slot=Slot(*fields)) if fields else function(*given)
             return owned(found) if isinstance(found, tuple) else found
 
         def run_fake(*flat):
-            found = fake(*_values(flat[: len(arguments)], place, named))
+            found = fake(*_values(flat[:size], operands, place))
             if isinstance(found, tuple):
                 return tuple(found[0].new_empty(0) if x is None else x for x in found)
             return found
 
         @functools.wraps(function)
         def dispatched(*values, slot=None):
-            if direct(*values) if named is None else direct(values[0].data):
+            if direct(values[0].data) if operands else direct(*values):
                 return function(*values) if slot is None else function(*values, slot=slot)
-            flat = _flat(values, place, named)
+            flat = _flat(values, operands, place)
             return operator(*flat) if slot is None else recorded(*flat, *slot[:5])
 
         define(schema, run, run_fake, effect)
@@ -114,35 +115,30 @@ def operation(schema: str, fake: Callable, slot: bool = False, effect: bool = Fa
     return decorate
 
 
-def _flat(values: Sequence, place: int | None, named: int | None) -> Sequence:
+def _flat(values: Sequence, operands: int, place: int | None) -> list:
     """What an operator is given for the values that its function takes.
 
-    place: of the cast or of the groups among its arguments.  named: of two Operands, how many of the other values the
-    schema names; those behind them are flags.
+    operands: how many Operands come first.  place: of the cast.
     """
-    if place is None:
-        return values
-    if named is None:
-        flat = list(values)
+    flat: list[Any] = []
+    for data, scale, *groups in values[:operands]:
+        flat += data, scale, [*map(int, groups)]
+    flat += values[operands:]
+    if place is not None:
         flat[place] = "" if flat[place] is None else flat[place].text
-        return flat
-    a, b, *rest = values
-    groups = [a.rows, a.cols, b.rows, b.cols, int(a.power_of_2 and b.power_of_2), *map(int, rest[named:])]
-    return a.data, b.data, a.scale, b.scale, *rest[: place - 4], groups, *rest[place - 4 : named]
+    return flat
 
 
-def _values(flat: Sequence, place: int | None, named: int | None) -> Sequence:
+def _values(flat: Sequence, operands: int, place: int | None) -> list:
     """The inverse of `_flat`."""
-    if place is None:
-        return flat
-    if named is None:
-        values = list(flat)
+    values: list[Any] = []
+    for i in range(0, 3 * operands, 3):
+        data, scale, (rows, cols, power_of_2) = flat[i : i + 3]
+        values.append(Operand(data, scale, rows, cols, bool(power_of_2)))
+    values += flat[3 * operands :]
+    if place is not None:
         values[place] = Cast.parse(values[place]) if values[place] else None
-        return values
-    a, b, scale_a, scale_b, *rest = flat
-    rows_a, cols_a, rows_b, cols_b, power_of_2, *flags = rest.pop(place - 4)
-    first = Operand(a, scale_a, rows_a, cols_a, bool(power_of_2))
-    return first, Operand(b, scale_b, rows_b, cols_b, bool(power_of_2)), *rest, *flags
+    return values
 
 
 def owned(results: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor, ...]:

@@ -2,7 +2,6 @@
 
     matmul           y[M, N] = sum_k a[m, k] b[n, k] * scale_a * scale_b + bias[n], rounded to `out`
     matmul_epilogue  the same, ended by an activation, statistics or an FP8 result
-    accumulate       the same, added to an FP32 tensor in place: the gradient of a weight over several microbatches
     matmul_fp16      the same of ordinary tensors, without scales
 
 | backend | runs on | can multiply |
@@ -26,9 +25,11 @@ does.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
-from fp8engine.errors import BackendError, ShapeError, UnknownName, UnsupportedDtype
+from fp8engine.errors import BackendError, ShapeError, UnknownName
 from fp8engine.ops import card_trials, device, reference, scaled_mm, triton_backend
 from fp8engine.ops.backends import asked
 from fp8engine.ops.choice_file import Choice
@@ -36,6 +37,7 @@ from fp8engine.ops.library import LIBRARY, operation
 from fp8engine.ops.reference import Epilogue, Operand
 
 E5M2 = torch.float8_e5m2
+BIAS = 6  # its place among the operator's arguments, behind two Operands (library.FIELDS)
 ALIGNED = 16  # of K: else tensor descriptors cannot describe the rows, and there is one kernel for it
 # torch's pass that adds a bias, where scales are in blocks, takes as long as its matmul of this K: 288 us beside 723
 # at K 4096 on an H200 (benchmarks/results/nvidia-h200/2026-11-27-profile.txt).  Our kernels add it to their sums.
@@ -56,19 +58,25 @@ def choose(
     where it is known.  precision: "fast", "promoted" or "exact".  kind: of the scales, of card_trials.kind_of; with it
     and K, what the card measured of itself counts where the tuning table has nothing.  bias: the matmul adds one.
     """
+    return _choose(where, by_block, shape, precision, kind, bias)[0]
+
+
+def _choose(where, by_block: bool, shape, precision: str, kind: str | None, bias: bool) -> tuple[str, Any]:
+    """(`choose`, the configuration of our kernel that the card measured as the fastest, None where it did not)."""
     if (name := asked()) is not None:
-        return name
+        return name, None
     if where.type == "cpu":
-        return "cublas" if not by_block and device.cpu_multiplies("fp8") else "reference"
+        return "cublas" if not by_block and device.cpu_multiplies("fp8") else "reference", None
     if not device.has_fp8(where):
-        return "reference"
+        return "reference", None
     torch_can = not by_block or scaled_mm.no_blocks(where) is None
     if by_block and not triton_backend.usable():
-        return "cublas" if torch_can else "reference"
+        return "cublas" if torch_can else "reference", None
     ratio, found = _measured(where, operation_of(precision, by_block), shape, kind)
     if found is not None:
-        return found.backend
-    return by_ratio(by_block, torch_can, ratio, shape[2] if bias and shape is not None and len(shape) > 2 else None)
+        return found.backend, found.config
+    k_with_bias = shape[2] if bias and shape is not None and len(shape) > 2 else None
+    return by_ratio(by_block, torch_can, ratio, k_with_bias), None
 
 
 def by_ratio(by_block: bool, torch_can: bool, ratio: float, k_with_bias: int | None = None) -> str:
@@ -166,40 +174,24 @@ def matmul(a: Operand, b: Operand, bias_N=None, out: torch.dtype = torch.bfloat1
     return _matmul(a, b, bias_N, out, precision)
 
 
-def _multiply(a: Operand, b: Operand, bias_N, out: torch.dtype, precision: str) -> torch.Tensor:
-    name = _backend_of(a, b, precision, bias_N is not None)
+@operation(
+    "matmul(Operand a, Operand b, Tensor? bias, ScalarType out, str precision) -> Tensor",
+    lambda a, b, bias, out, precision: a.data.new_empty(a.data.shape[0], b.data.shape[0], dtype=out),
+)
+def _matmul(a, b, bias_N, out: torch.dtype, precision: str) -> torch.Tensor:
+    name, config = _backend_of(a, b, precision, bias_N is not None)
     if name == "triton":
-        return _on_triton(a, b, Epilogue(bias_N, out), precision)
+        return triton_backend.matmul(a, b, Epilogue(bias_N, out), precision == "fast", config)
     if name == "cublas":
         return scaled_mm.matmul(a, b, bias_N, out, fast=precision == "fast")
     return reference.emulate(a, b, bias_N, out, precision)
-
-
-_matmul = operation(
-    "matmul(Tensor a, Tensor b, Tensor scale_a, Tensor scale_b, Tensor? bias, int[] groups, ScalarType out,"
-    " str precision) -> Tensor",
-    lambda a, b, bias, out, precision: a.data.new_empty(a.data.shape[0], b.data.shape[0], dtype=out),
-)(_multiply)
-
-
-def _on_triton(a: Operand, b: Operand, epilogue: Epilogue, precision: str) -> torch.Tensor:
-    """On our kernels, under the configuration that the card measured, if it did."""
-    found = None
-    if asked() is None and a.data.device.type == "cuda":
-        operation = operation_of(precision, a.scaled_along_k or b.scaled_along_k)
-        _, found = _measured(a.data.device, operation, _sizes(a, b), card_trials.kind_of(a, b))
-    return triton_backend.matmul(a, b, epilogue, precision == "fast", found and found.config)
-
-
-def _sizes(a: Operand, b: Operand) -> tuple[int, int, int]:
-    return a.data.shape[0], b.data.shape[0], a.data.shape[1]
 
 
 def matmul_epilogue(a: Operand, b: Operand, epilogue: Epilogue, precision: str = "exact") -> torch.Tensor:
     """`matmul` with an activation, statistics or an FP8 result decided before the store; one launch on Triton.
 
     Elsewhere the FP32 product is finished in plain torch.  Raises as `matmul` does; UnknownName for an activation.
-    Of `epilogue`, `into` is left to `accumulate`.
+    `epilogue.into` is for the kernels alone, and None here.
 
     >>> one = Operand(torch.ones(1, 2).to(torch.float8_e4m3fn), torch.tensor(1.0))
     >>> end = Epilogue(None, torch.float8_e4m3fn, "relu", torch.tensor(0.5))
@@ -213,53 +205,16 @@ def matmul_epilogue(a: Operand, b: Operand, epilogue: Epilogue, precision: str =
 
 
 @operation(
-    "matmul_epilogue(Tensor a, Tensor b, Tensor scale_a, Tensor scale_b, int[] groups, str precision, Tensor? bias,"
-    " ScalarType out, str activation, Tensor? scale, Tensor? amax, Tensor? counts) -> Tensor",
+    "matmul_epilogue(Operand a, Operand b, str precision, Tensor? bias, ScalarType out, str activation,"
+    " Tensor? scale, Tensor? amax, Tensor? counts) -> Tensor",
     lambda a, b, precision, bias, out, *rest: a.data.new_empty(a.data.shape[0], b.data.shape[0], dtype=out),
     effect=True,
 )
 def _matmul_epilogue(a, b, precision, *fields):
-    epilogue = Epilogue(*fields)
-    if _backend_of(a, b, precision) == "triton":
-        return _on_triton(a, b, epilogue, precision)
-    return reference.finish(_multiply(a, b, None, torch.float32, precision), epilogue)
-
-
-def accumulate(a: Operand, b: Operand, into_MN: torch.Tensor, precision: str = "exact") -> None:
-    """into += a @ b.T, in FP32 and in place: by the matmul itself on Triton (`fused`), elsewhere by an addition after.
-
-    into_MN: FP32.  Raises as `matmul` does; ShapeError and UnsupportedDtype for another `into`.
-
-    >>> one = Operand(torch.ones(1, 2).to(torch.float8_e4m3fn), torch.tensor(1.0))
-    >>> total = torch.tensor([[3.0]])
-    >>> accumulate(one, one, total)
-    >>> total.tolist()
-    [[5.0]]
-    """
-    _check(a, b, None)
-    if tuple(into_MN.shape) != (len(a.data), len(b.data)):
-        raise ShapeError(f"accumulate: into is {list(into_MN.shape)}; want {[len(a.data), len(b.data)]}, the result's")
-    if into_MN.dtype != torch.float32:
-        raise UnsupportedDtype(f"accumulate: into is {into_MN.dtype}; sums of several matmuls are kept in float32")
-    _accumulate(a, b, precision, into_MN)
-
-
-@operation(
-    "accumulate(Tensor a, Tensor b, Tensor scale_a, Tensor scale_b, int[] groups, str precision, Tensor into) -> ()",
-    lambda *values: None,
-    effect=True,
-)
-def _accumulate(a, b, precision, into_MN) -> None:
-    name = _backend_of(a, b, precision)
-    if fused(name, into_MN):
-        triton_backend.matmul(a, b, Epilogue(None, torch.float32, into=into_MN), fast=precision == "fast")
-    else:
-        into_MN.add_(_multiply(a, b, None, torch.float32, precision))
-
-
-def fused(name: str, into_MN: torch.Tensor) -> bool:
-    """Whether the matmul of that backend adds to `into` itself, in one launch."""
-    return name == "triton" and into_MN.is_contiguous()
+    epilogue, (name, config) = Epilogue(*fields), _backend_of(a, b, precision)
+    if name == "triton":
+        return triton_backend.matmul(a, b, epilogue, precision == "fast", config)
+    return reference.finish(_matmul(a, b, None, torch.float32, precision), epilogue)
 
 
 def matmul_fp16(a_MK: torch.Tensor, b_NK: torch.Tensor, bias_N=None, out: torch.dtype | None = None) -> torch.Tensor:
@@ -295,19 +250,21 @@ def _check(a: Operand, b: Operand, bias_N) -> None:
             )
 
 
-def _backend_of(a: Operand, b: Operand, precision: str, bias: bool = False) -> str:
+def _backend_of(a: Operand, b: Operand, precision: str, bias: bool = False) -> tuple[str, Any]:
+    """The backend, and the configuration of our kernel that the card measured, if it did."""
     if a.data.dtype.itemsize == b.data.dtype.itemsize == 1:
         by_block = a.scaled_along_k or b.scaled_along_k
-        name = choose(a.data.device, by_block, _sizes(a, b), precision, card_trials.kind_of(a, b), bias)
+        (m, k), n = a.data.shape, len(b.data)
+        name, config = _choose(a.data.device, by_block, (m, n, k), precision, card_trials.kind_of(a, b), bias)
         if by_block and name == "cublas" and asked() is None and scaled_mm.unsupported(a, b):
-            return "triton" if triton_backend.usable() else "reference"  # other blocks than 1x128 and 128x128
-        return name
+            name = "triton" if triton_backend.usable() else "reference"  # other blocks than 1x128 and 128x128
+        return name, config
     if asked() not in (None, "reference"):
         raise BackendError(
             f"backend {asked()!r} takes FP8 codes, and these operands are values held for an emulated matmul: "
             "quantise them (run the forward) inside the block as well"
         )
-    return "reference"
+    return "reference", None
 
 
 @operation(
@@ -334,13 +291,13 @@ def _matmul_fp16_backward(ctx, dy):
 
 
 def _keep_bias(ctx, inputs, output) -> None:
-    ctx.bias_dtype = None if inputs[4] is None else inputs[4].dtype
+    ctx.bias_dtype = None if inputs[BIAS] is None else inputs[BIAS].dtype
 
 
 def _matmul_backward(ctx, dy):
     """Codes and scales have no gradients (autograd/linear.py gives a layer's); the bias has."""
-    db = dy.sum(0, dtype=torch.float32).to(ctx.bias_dtype) if ctx.needs_input_grad[4] else None
-    return None, None, None, None, db, None, None, None
+    db = dy.sum(0, dtype=torch.float32).to(ctx.bias_dtype) if ctx.needs_input_grad[BIAS] else None
+    return *[None] * BIAS, db, None, None
 
 
 torch.library.register_autograd(

@@ -120,11 +120,9 @@ class Float8Tensor(torch.Tensor):
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):  # pyright: ignore[reportIncompatibleMethodOverride]
         kwargs = kwargs or {}
-        keep = KEEPING.get(func)
-        if keep is not None:
-            result = keep(func, args, kwargs)
-            if result is not None:
-                return result
+        result = keep(func, args, kwargs) if (keep := KEEPING.get(func)) else None
+        if result is not None:
+            return result
         if func._schema.is_mutable:
             _refuse_writing(func, args, kwargs)
         return func(*tree_map(_plain, args), **tree_map(_plain, kwargs))
@@ -162,15 +160,10 @@ def quantize(x: torch.Tensor, cast: Cast, scale: torch.Tensor | None = None) -> 
     cast = replace(cast, scaling="current")
     with torch.no_grad():
         flat = _matrix(x.detach())
-        shape = cast.scale_shape(*flat.shape)
         if scale is None:
             operand = casts.quantize(flat, cast)
         else:
-            if tuple(scale.shape) != shape and not (cast.per_tensor and scale.numel() == 1):
-                raise ShapeError(
-                    f"quantize: scale is {list(scale.shape)}; {cast} of {list(flat.shape)} has {list(shape)}"
-                )
-            operand = casts.quantize_given(flat, cast, scale.detach().float().reshape(shape))
+            operand = casts.quantize_given(flat, cast, casts.shaped(scale.detach().float(), flat, cast))
     scale = operand.scale
     if x.dim() > 2 and cast.rows == 1:
         scale = scale.view(*x.shape[:-1], scale.shape[-1])
@@ -258,9 +251,7 @@ def _view(func, args, kwargs):
     x, *rest = args
     if not isinstance(x.granularity, PerTensor):
         return None
-    found = func(x._data, *rest, **kwargs)
-    parts = [x._viewed(data, x._scale, x.granularity) for data in tree_leaves(found)]
-    return parts[0] if isinstance(found, torch.Tensor) else parts
+    return tree_map(lambda data: x._viewed(data, x._scale, x.granularity), func(x._data, *rest, **kwargs))
 
 
 def _move(func, args, kwargs):
@@ -278,13 +269,7 @@ def _transpose(func, args, kwargs):
         dims = dims[0] if x.dim() == 2 and dims[0][0] % 2 == 1 else [0, 0]
     if x.dim() != 2 or (dims and {dim % 2 for dim in dims} != {0, 1}):
         return None
-    scale = x._scale.t() if x._scale.dim() == 2 else x._scale
-    granularity = x.granularity
-    if isinstance(granularity, PerRow):
-        granularity = PerRow(-1 - granularity.dim)
-    elif isinstance(granularity, PerBlock):
-        granularity = PerBlock(granularity.cols, granularity.rows)
-    return x._viewed(x._data.t(), scale, granularity)
+    return x._viewed(x._data.t(), x._scale.t(), _cast_of(x.granularity, x._data.dtype).t().granularity)
 
 
 def _reshape(func, args, kwargs):
@@ -294,8 +279,7 @@ def _reshape(func, args, kwargs):
         return _same(aten.detach.default, (x,), {})
     if isinstance(x.granularity, PerTensor):
         return _view(func, args, kwargs)
-    by_row = x.granularity == PerRow(-1) or (isinstance(x.granularity, PerBlock) and x.granularity.rows == 1)
-    if by_row and len(shape) and shape[-1] in (x.shape[-1], -1):
+    if _cast_of(x.granularity, x._data.dtype).rows == 1 and len(shape) and shape[-1] in (x.shape[-1], -1):
         data = func(x._data, shape)
         if data.shape[-1] == x.shape[-1]:
             scale = x._scale.reshape(*data.shape[:-1], x._scale.shape[-1])

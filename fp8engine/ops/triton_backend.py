@@ -20,12 +20,11 @@ import torch
 
 from fp8engine import environment
 from fp8engine.errors import BackendError, VersionError
-from fp8engine.numerics.cast import Cast
 from fp8engine.ops import device
 from fp8engine.ops.reference import Epilogue, Operand
 from fp8engine.ops.reference.attention import LOG2_E, Form, factor_of, rotation_of, width_of
 
-OLDEST, TOO_NEW = (3, 6), (3, 10)
+OLDEST, TOO_NEW, WANTED = (3, 6), (3, 10), "triton>=3.6,<3.10"
 CAPABILITY_16_BITS = (8, 0)
 TCGEN05 = (10, 11)  # major capabilities of Tensor Cores with a memory of their own: sm_100, sm_103, sm_110
 POWERS = tuple(1 << power for power in range(8))  # rows or columns of a group that a tile of a cast holds whole
@@ -34,17 +33,13 @@ BLOCKS = (32, 64, 128)  # values of K that share a scale, and so are one step of
 
 def require() -> None:
     """Raise BackendError where Triton is missing, VersionError where it is too old or too new."""
-    version = installed()
+    version, otherwise = installed(), "or use 'cublas' or 'reference'"
     if version is None:
-        raise BackendError(
-            "backend 'triton' needs Triton, which is not installed: pip install 'triton>=3.6,<3.10' (Linux), "
-            "or use 'cublas' or 'reference'"
-        )
-    if not OLDEST <= version < TOO_NEW:
-        raise VersionError(
-            f"backend 'triton' needs triton>=3.6,<3.10, and {version[0]}.{version[1]} is installed: install another, "
-            "or use 'cublas' or 'reference'"
-        )
+        why = f"needs Triton, which is not installed: pip install '{WANTED}' (Linux), {otherwise}"
+        raise BackendError(f"backend 'triton' {why}")
+    if not usable():
+        why = f"needs {WANTED}, and {version[0]}.{version[1]} is installed: install another, {otherwise}"
+        raise VersionError(f"backend 'triton' {why}")
 
 
 @functools.cache
@@ -121,14 +116,10 @@ def matmul(a: Operand, b: Operand, epilogue: Epilogue, fast: bool = False, confi
     if reason := unsupported(a, b):
         raise BackendError(f"backend 'triton' cannot multiply these: {reason}; use fe.backend('reference')")
     a, b = _suited(a, b)
-    config = config and _configured(config, a, b)
+    if config is not None and config.descriptors:
+        describable = _kernel("launch", "describable")
+        config = config if describable(a.data) and describable(b.data) else None
     return _launch(a.data, ("matmul", "matmul_fp8"), a, b, epilogue, not fast, config, environment.gluon())
-
-
-def _configured(config, a: Operand, b: Operand):
-    """The configuration; None where its descriptors cannot describe these operands."""
-    describable = _kernel("launch", "describable")
-    return config if not config.descriptors or (describable(a.data) and describable(b.data)) else None
 
 
 def matmul_fp16(a_MK: torch.Tensor, b_NK: torch.Tensor, epilogue: Epilogue) -> torch.Tensor:
@@ -141,15 +132,10 @@ def matmul_fp16(a_MK: torch.Tensor, b_NK: torch.Tensor, epilogue: Epilogue) -> t
     return _launch(a_MK, ("matmul", "matmul_fp16"), _addressable(a_MK), _addressable(b_NK), epilogue)
 
 
-def castable(x_MK: torch.Tensor, cast: Cast) -> bool:
-    """Whether our kernels cast x so: groups of a power of two up to 128, or whole rows, columns or tensors."""
-    return x_MK.numel() > 0 and casts_groups(cast)
-
-
-def casts_groups(cast: Cast) -> bool:
-    """Whether our kernels find scales of such groups."""
-    sizes = {cast.rows, cast.cols} - {-1}
-    whole = -1 in (cast.rows, cast.cols)
+@functools.cache
+def castable(rows: int, cols: int) -> bool:
+    """Whether our kernels cast in such groups: of a power of two up to 128, or whole rows, columns or tensors."""
+    sizes, whole = {rows, cols} - {-1}, -1 in (rows, cols)
     return sizes.issubset(POWERS) and (not whole or sizes <= {1})
 
 
@@ -162,8 +148,7 @@ def _launched(*kernel: str, copies: bool = False) -> Callable[..., Any]:
 
 
 # Signatures are those of the twins, results plain tuples: (codes, scale) for an Operand; codes of a norm or an
-# activation are None where no kernel makes them with it, and casts do.  What they take: `castable`, `casts_groups`,
-# `norm_unsupported`.
+# activation are None where no kernel makes them with it, and casts do.  What they take: `castable`, `norm_unsupported`.
 quantize = _launched("quantize", copies=True)
 quantize_given = _launched("quantize", "quantize_given", copies=True)
 cast_transpose = _launched("cast_transpose", copies=True)
@@ -274,8 +259,7 @@ def _along_k(codes: torch.Tensor) -> torch.Tensor:
 def _addressable(x: torch.Tensor) -> torch.Tensor:
     """x, or a contiguous copy where its strides are too large for a kernel's 32-bit offsets inside a tile."""
     addressable = _kernel("launch", "addressable")
-    x = x if addressable(x) else x.contiguous()
-    if not addressable(x):
+    if not addressable(x) and not addressable(x := x.contiguous()):
         most = _kernel("launch", "MOST_STRIDE")
         raise BackendError(f"backend 'triton' takes rows of fewer than {most} elements, got {list(x.shape)}")
     return x

@@ -86,7 +86,7 @@ def _pretend_card() -> None:
         (device.cpu_multiplies, lambda format: True),  # a layer on a CPU without it does not ask which backend to take
         (triton_backend.no_card, lambda where, oldest=None: None),
         (cast_operations.choose, lambda where: "reference" if asked() == "reference" else "triton"),
-        (matmul.choose, lambda where, by_block, *rest, **named: asked() or "triton"),
+        (matmul._choose, lambda where, by_block, *rest: (asked() or "triton", None)),
         (grouped.kernels_run, lambda where: asked() in (None, "triton")),
         (scaled_mm.matmul, _cublas),
         (harness.compare, _labelled(harness.compare)),

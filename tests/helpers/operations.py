@@ -132,10 +132,6 @@ def _ended(a: Operand, b: Operand, end: Epilogue, precision: str) -> torch.Tenso
     return reference.finish(reference.emulate(a, b, None, torch.float32, precision), end)
 
 
-def _added(a: Operand, b: Operand, into_MN: torch.Tensor, precision: str) -> None:
-    into_MN.add_(reference.emulate(a, b, None, torch.float32, precision))
-
-
 def _tables(given: Given, form: int, way: bool) -> tuple:
     slots = given.k
     live = torch.stack([torch.rand(slots) - 0.3, torch.rand(slots)])
@@ -237,12 +233,6 @@ OPERATIONS: dict[str, Operation] = {
     "matmul_epilogue": Operation(
         matmul.matmul_epilogue, _ended, GROUPS, ENDS,
         lambda given, form, way: (*_pair(given, form), _end(way), "exact"), exact=False, writes=(2,),
-    ),
-    "accumulate": Operation(
-        matmul.accumulate, _added, GROUPS, (False, True),
-        lambda given, form, way: (
-            *_pair(given, form), torch.ones(19, given.m).t() if way else torch.ones(given.m, 19), "exact",
-        ), exact=False, writes=(2,),
     ),
     "matmul_fp16": Operation(
         matmul.matmul_fp16, reference.matmul_fp16, {"bf16": HALF[0], "fp16": HALF[1]}, (None, torch.float32),

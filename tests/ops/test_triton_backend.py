@@ -12,7 +12,7 @@ import fp8engine as fe
 from benchmarks.machine_code import offline
 from fp8engine.errors import BackendError, ShapeError, VersionError
 from fp8engine.numerics.cast import Cast
-from fp8engine.ops import backends, casts, device, matmul, scaled_mm, triton_backend, twins
+from fp8engine.ops import backends, casts, device, matmul, reference, scaled_mm, triton_backend, twins
 from fp8engine.ops.reference import Epilogue, Operand
 
 pytestmark = pytest.mark.usefixtures("pretended")
@@ -189,7 +189,7 @@ def test_no_ratio_is_committed_that_was_not_measured():
 def test_a_backward_takes_over_the_backend_of_its_forward(monkeypatch):
     """autograd runs a card's backward in a thread that does not see the caller's `with`."""
     seen, real, multiply = [], matmul._matmul, twins.matmul
-    spy = lambda a, b, *rest: seen.append(matmul._backend_of(a, b, rest[-1])) or real(a, b, *rest)  # noqa: E731
+    spy = lambda a, b, *rest: seen.append(matmul._backend_of(a, b, rest[-1])[0]) or real(a, b, *rest)  # noqa: E731
     monkeypatch.setattr(matmul, "_matmul", spy)
     # On a CPU there is nothing to choose.
     monkeypatch.setattr(twins, "matmul", lambda *given: seen.append("reference") or multiply(*given))
@@ -218,12 +218,15 @@ def test_one_launch_updates_all_scales(monkeypatch: pytest.MonkeyPatch):
     assert len(launches) == 1
 
 
-def test_which_groups_our_casts_take():
-    """No blocks that are no power of two, or larger than a tile."""
+def test_which_groups_our_casts_take(pretended):
+    """No blocks that are no power of two, or larger than a tile; and no launch for nothing."""
+    where = pretended((9, 0))
     for text, ours in {"e4m3": 1, "e4m3 1x-1": 1, "e4m3 -1x1": 1, "e4m3 1x128": 1, "e5m2 32x32": 1,
                        "e4m3 1x100": 0, "e4m3 256x256": 0}.items():  # fmt: skip
-        assert triton_backend.castable(torch.zeros(4, 4), Cast.parse(text)) == ours, text
-        assert not triton_backend.castable(torch.zeros(0, 4), Cast.parse(text))
+        for rows in (4, 0):
+            x = SimpleNamespace(device=where, numel=lambda rows=rows: rows * 4)
+            found = casts._twin(x, Cast.parse(text))  # type: ignore[arg-type]
+            assert found is (triton_backend if ours and rows else reference), text
 
 
 def test_where_casts_run(pretended, monkeypatch):

@@ -86,14 +86,9 @@ def part_of_rows(x: Operand, part: Part, expert: int) -> Operand:
 
 def part_of_columns(x: Operand, part: Part, expert: int) -> Operand:
     """One expert's columns of an operand [K, 128 * blocks], in blocks."""
-    first, size = part.block * BLOCK, part.end - part.start
-    data = x.data[:, first : first + size]
-    if x.scale.dim() == 0:
-        return x._replace(data=data)
-    if x.cols == -1:
-        return x._replace(data=data, scale=x.scale[expert][:, None])
-    first //= x.cols
-    return x._replace(data=data, scale=x.scale[:, first : first - (-size // x.cols)])
+    first = part.block * BLOCK
+    turned = x.t() if x.cols != -1 else x.t()._replace(scale=x.scale)  # which lies [E, K]
+    return part_of_rows(turned, Part(first, first + part.end - part.start, part.block), expert).t()
 
 
 def part_of_stack(x: Operand, experts: int, expert: int) -> Operand:

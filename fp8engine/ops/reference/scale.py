@@ -93,17 +93,10 @@ def _scale_update_numpy(history_HS: numpy.ndarray, live_2S: numpy.ndarray, rules
     numerator_S, window_S, power_of_2_S = rules_3S
     with numpy.errstate(all="ignore"):
         ran_S = amax_S >= 0
-        if ran_S.all():  # as a rule: a mask makes the copy several times slower
-            history_HS[1:] = history_HS[:-1]
-            history_HS[0] = amax_S
-        else:
-            numpy.copyto(history_HS[1:], history_HS[:-1], where=ran_S)
-            numpy.copyto(history_HS[0], amax_S, where=ran_S)
-        seen_HS = history_HS
-        if not (window_S >= len(history_HS)).all():
-            age_H1 = numpy.arange(len(history_HS))[:, None]
-            seen_HS = numpy.where(age_H1 < window_S, history_HS, numpy.float32(0))
-        largest_S = seen_HS.max(0)
+        numpy.copyto(history_HS[1:], history_HS[:-1], where=ran_S)
+        numpy.copyto(history_HS[0], amax_S, where=ran_S)
+        age_H1 = numpy.arange(len(history_HS))[:, None]
+        largest_S = numpy.where(age_H1 < window_S, history_HS, numpy.float32(0)).max(0)
         next_S = numpy.zeros_like(largest_S)
         numpy.divide(numerator_S, largest_S, out=next_S, where=largest_S > 0)
         numpy.minimum(next_S, numpy.float32(FP32_MAX), out=next_S)
