@@ -27,10 +27,9 @@ def cast_transpose(x_MK: torch.Tensor, cast, slot=None, sums: bool = False) -> t
     per tensor, row or block of the other.  slot: of the first; the second is not counted.
     sums: a third result, the sums of x's columns as they were before they were rounded, FP32 [K].
     """
-    if cast.per_tensor:
-        q_MK, q_KM, scale, sums_K = quantize_tensor(x_MK, cast, slot, True, sums)
-        scale_t = scale
-    else:
-        q_MK, scale, q_KM, scale_t, sums_K = quantize_groups(x_MK, cast, slot, True, sums)
+    launch = quantize_tensor if cast.per_tensor else quantize_groups
+    q_MK, scale, q_KM, scale_t, sums_K = launch(x_MK, cast, slot, True, sums)
     both = (q_MK, scale), (q_KM, scale_t)
-    return (*both, sums_K) if sums else both
+    if not sums:
+        return both
+    return *both, torch.zeros(x_MK.shape[1], dtype=torch.float32, device=x_MK.device) if sums_K is None else sums_K

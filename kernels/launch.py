@@ -1,4 +1,4 @@
-"""Host side of the matmul launchers: descriptors, grids, and the checks before a launch.
+"""Host side of the launchers: descriptors, grids, the checks before a launch, what casts are told of a slot.
 
 A descriptor (CUDA's tensor map) is an address, a shape, strides and a box: it is kept under these, not made anew on
 every call.  Nothing here waits for the card.
@@ -116,6 +116,14 @@ def parts(config, epilogue, y_MN: torch.Tensor) -> int:
 def writer(y_MN: torch.Tensor, by_descriptor: bool, rows: int, columns: int) -> TensorDescriptor | torch.Tensor:
     """What a kernel is given to write pieces of rows x columns of y."""
     return descriptor(y_MN, (rows, columns)) if by_descriptor else y_MN
+
+
+def told(slot) -> tuple:
+    """What a launch is told of a slot, or of none: (live, counts), (index, their strides), (COUNT, RECORD)."""
+    if slot is None:
+        return (None, None), (0, 0, 0), (False, False)
+    live, counts = slot.live_2S, slot.counts_CS
+    return (live, counts), (slot.place, live.stride(0), counts.stride(0)), (slot.count, slot.record)
 
 
 def triton_dtype(dtype: torch.dtype) -> tl.dtype:

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 from fp8engine.kernels.epilogue import SATURATES
-from fp8engine.kernels.launch import processors, triton_dtype
+from fp8engine.kernels.launch import processors, told, triton_dtype
 from fp8engine.kernels.quantize import MOST_PROGRAMS, cast_measured, tensor_results, workspace
 from fp8engine.kernels.rounding import is_finite, largest, saturating_cast
 from fp8engine.kernels.scaling import WORK, counted, finish, flushes, peak, rounded_again, scale_factor, scale_of, total
@@ -106,19 +106,15 @@ def put(
 @triton.jit
 def end(seen, slot, elements, HOW: tl.constexpr, COUNT: tl.constexpr, RECORD: tl.constexpr):
     """Leave what a program saw where the cast's second launch looks for it, or enter it in the slot."""
-    work, live, counts, index, stride_live, stride_counts = slot
     amax, saturated, flushed, nonfinite, least = seen
     if HOW == "tensor":
-        here = work + tl.program_id(0)
+        here = slot[0] + tl.program_id(0)
         tl.store(here, amax.to(tl.int32, bitcast=True))
         tl.store(here + MOST_PROGRAMS, saturated)
         tl.store(here + 2 * MOST_PROGRAMS, flushed)
         tl.store(here + 3 * MOST_PROGRAMS, nonfinite)
     elif HOW == "group" and (COUNT or RECORD):
-        finish(
-            work, live, counts, index, stride_live, stride_counts, elements, flushed, nonfinite, amax, least,
-            COUNT, RECORD,
-        )  # fmt: skip
+        finish(slot, elements, (flushed, nonfinite, amax, least), COUNT, RECORD)
 
 
 class Target:
@@ -134,7 +130,7 @@ class Target:
         self.mode = mode_of(to, shape, tile_n, turns)
         self.cast, codes = cast, (None, None, None)
         predicted = cast is not None and cast.delayed and self.slot is not None
-        count, record = (False, False) if self.slot is None else (self.slot.count, self.slot.record)
+        (live, counts), self.place, (count, record) = told(self.slot)
         self.work = None
         if self.mode == "tensor":
             codes, self.work = tensor_results(self.data, cast, to.transposed), workspace(like.device)
@@ -143,11 +139,9 @@ class Target:
             codes = q_MK, None, torch.empty(cast.scale_shape(*shape), dtype=torch.float32, device=like.device)
             self.work = torch.zeros(WORK, dtype=torch.int32, device=like.device) if count or record else None
         self.codes = codes
-        live, counts = (None, None) if self.slot is None else (self.slot.live_2S, self.slot.counts_CS)
         now = codes if self.mode == "group" or predicted else (None, None, None)
         # What every kernel is given, in this order; the scale of the tensor is the second launch's.
         self.pointers = (self.data, *now[:2], now[2] if self.mode == "group" else None, self.work, live, counts)
-        self.place = (0, 0, 0) if self.slot is None else (self.slot.place, live.stride(0), counts.stride(0))
         self.constants = {
             "HOW": self.mode,
             "GROUP": GROUP_COLUMNS if cast is not None and cast.cols == GROUP_COLUMNS else max(tile_n, 1),

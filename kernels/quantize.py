@@ -26,9 +26,9 @@ import triton.language as tl
 from fp8engine.kernels.column_sums import add_column_sums, partial_sums, store_column_sums
 from fp8engine.kernels.constant import Constant
 from fp8engine.kernels.epilogue import SATURATES
-from fp8engine.kernels.launch import MULTIPLE, processors, triton_dtype
+from fp8engine.kernels.launch import MULTIPLE, processors, told, triton_dtype
 from fp8engine.kernels.limits import ALIGNMENT, describable
-from fp8engine.kernels.quantize_groups import quantize_groups
+from fp8engine.kernels.quantize_groups import quantize_groups, results_of
 from fp8engine.kernels.rounding import is_finite, largest
 from fp8engine.kernels.scaling import (
     HELD,
@@ -167,15 +167,12 @@ def _given_kernel(
     row, column = tl.program_id(0) // across * BLOCK_M, tl.cast(tl.program_id(0) % across, tl.int64) * BLOCK_K
     rows, columns = row + tl.arange(0, BLOCK_M)[:, None], column + tl.arange(0, BLOCK_K)[None, :]
     x_MK = load_tile(x, row, column, M, K, (stride_m, stride_k), BLOCK_M, BLOCK_K, "pointer").to(tl.float32)
-    if ROWS == -1 and COLS == -1:
-        s = tl.load(factor)
-    elif COLS == -1:
-        s = tl.load(factor + rows // ROWS * stride_down, mask=rows < M, other=1.0)
-    elif ROWS == -1:
-        s = tl.load(factor + columns // COLS * stride_across, mask=columns < K, other=1.0)
-    else:
-        at = rows // ROWS * stride_down + columns // COLS * stride_across
-        s = tl.load(factor + at, mask=(rows < M) & (columns < K), other=1.0)
+    at, inside = 0, True
+    if ROWS > 0:
+        at, inside = at + rows // ROWS * stride_down, rows < M
+    if COLS > 0:
+        at, inside = at + columns // COLS * stride_across, inside & (columns < K)
+    s = tl.load(factor + at, mask=inside, other=1.0)
     codes_MK, _ = scale_and_round(x_MK, s, DTYPE)
     store_tile(q, codes_MK, row, column, M, K, False)
 
@@ -185,46 +182,38 @@ def quantize(x_MK: torch.Tensor, cast, slot=None) -> tuple[torch.Tensor, torch.T
 
     x_MK: FP32, BF16 or FP16, any strides (`launch.addressable`).  cast, slot: the twin's.
     """
-    if cast.per_tensor:
-        q_MK, _, scale, _ = quantize_tensor(x_MK, cast, slot, False)
-        return q_MK, scale
-    q_MK, scale, *_ = quantize_groups(x_MK, cast, slot, False)
+    launch = quantize_tensor if cast.per_tensor else quantize_groups
+    q_MK, scale, *_ = launch(x_MK, cast, slot, False)
     return q_MK, scale
 
 
-def quantize_tensor(
-    x_MK: torch.Tensor, cast, slot, transposed: bool, sums: bool = False
-) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor | None]:
-    """Return (q_MK, q_KM or None, scale, sums_K or None) under one scale.
-
-    sums, with `transposed` only: the sums of x's columns, FP32.
-    """
-    results = q_MK, q_KM, _ = tensor_results(x_MK, cast, transposed)
+def quantize_tensor(x_MK: torch.Tensor, cast, slot, transposed: bool, sums: bool = False) -> tuple:
+    """Return (q_MK, scale, q_KM, scale, sums_K), as `quantize_groups` does: one scale for both."""
+    results = q_MK, q_KM, scale = tensor_results(x_MK, cast, transposed)
     if x_MK.numel() == 0:
-        return *results, torch.zeros(x_MK.shape[1], dtype=torch.float32, device=x_MK.device) if sums else None
+        return q_MK, scale, q_KM, scale, None
     sizes, (block_m, block_k, warps, resident) = _tiles(x_MK, transposed)
     tiles = math.ceil(sizes[0] / block_m) * math.ceil(sizes[1] / block_k)
     programs = min(tiles, resident * processors(x_MK.device), MOST_PROGRAMS.value)
     parts_PK = partial_sums(x_MK, block_m) if sums else None
     found = workspace(x_MK.device)
     predicted = slot is not None and cast.delayed
+    (live, _), place, _ = told(slot)
     _measure_kernel[(programs,)](
-        x_MK, slot.live_2S if predicted else None,  # inputs
+        x_MK, live if predicted else None,  # inputs
         q_MK, q_KM, found, parts_PK,  # outputs
-        *sizes, *((slot.place, slot.live_2S.stride(0)) if predicted else (0, 0)),  # sizes
+        *sizes, *place[:2],  # sizes
         DTYPE=triton_dtype(cast.dtype), PREDICTED=predicted,  # constants
         BLOCK_M=block_m, BLOCK_K=block_k, num_warps=warps,
     )  # fmt: skip
-    return *results, cast_measured(x_MK, (found, programs, parts_PK), cast, slot, results)
+    sums_K = cast_measured(x_MK, (found, programs, parts_PK), cast, slot, results)
+    return q_MK, scale, q_KM, scale, sums_K
 
 
 def tensor_results(x_MK: torch.Tensor, cast, transposed: bool) -> tuple:
     """(q_MK, q_KM or None, scale), to be written, of a tensor under one scale; of an empty one as they stay."""
-    (m, k), where = x_MK.shape, x_MK.device
-    q_MK = torch.empty(m, k, dtype=cast.dtype, device=where)
-    q_KM = torch.empty(k, m, dtype=cast.dtype, device=where) if transposed else None
-    one = torch.empty if x_MK.numel() else torch.ones
-    return q_MK, q_KM, one((), dtype=torch.float32, device=where)
+    q_MK, scale = results_of(x_MK.shape, cast, x_MK.device)
+    return q_MK, q_MK.new_empty(q_MK.shape[::-1]) if transposed else None, scale
 
 
 def workspace(where: torch.device) -> torch.Tensor:
@@ -240,13 +229,11 @@ def cast_measured(x_MK: torch.Tensor, measured: tuple, cast, slot, results) -> t
     found, programs, parts_PK = measured
     sums_K = None if parts_PK is None else parts_PK.new_empty(parts_PK.shape[1])
     sizes, (block_m, block_k, warps, _) = _tiles(x_MK, results[1] is not None)
-    count, record = (slot.count, slot.record) if slot is not None else (False, False)
-    live, index, stride_live = (slot.live_2S, slot.place, slot.live_2S.stride(0)) if slot is not None else (None, 0, 0)
-    counts, stride_counts = (slot.counts_CS, slot.counts_CS.stride(0)) if count else (None, 0)
+    tables, place, (count, record) = told(slot)
     _cast_kernel[(programs,)](
         x_MK, found, parts_PK,  # inputs
-        *results, sums_K, live, counts,  # outputs
-        *sizes[:2], 0 if parts_PK is None else len(parts_PK), *sizes[2:], index, stride_live, stride_counts,  # sizes
+        *results, sums_K, *tables,  # outputs
+        *sizes[:2], 0 if parts_PK is None else len(parts_PK), *sizes[2:], *place,  # sizes
         DTYPE=triton_dtype(cast.dtype), POWER_OF_2=cast.power_of_2,  # constants
         PREDICTED=slot is not None and cast.delayed, COUNT=count, RECORD=record,
         BLOCK_M=block_m, BLOCK_K=block_k, num_warps=warps,

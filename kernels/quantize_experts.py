@@ -5,7 +5,8 @@
     transposed                q [K, 128 * blocks], laid out in blocks (expert_rows.py), zeros behind an expert's rows
 
 A column of an expert takes two launches, one for the amaxes (an atomic maximum per column and block), one to scale and
-round: 5 bytes per 16-bit element.  Every other group lies inside of a block: one launch, 3 bytes.
+round: 5 bytes per 16-bit element.  Every other group lies inside of a block, which `cast_groups` casts as it casts a
+tile of any matrix (quantize_groups.py): one launch, 3 bytes.
 Scales FP32: [E, K] for columns; [128 * blocks / rows, ceil(K / cols)], or its transpose, for blocks.
 Blocks behind the last expert's, which only the bound of their number has, are not written.
 Twin: fp8engine/ops/reference/grouped.py.
@@ -18,17 +19,9 @@ import triton
 import triton.language as tl
 
 from fp8engine.kernels.expert_rows import BLOCK, expert_of, experts_of, last_blocks, most_blocks, rows_of, width
-from fp8engine.kernels.launch import MULTIPLE, describable, processors, triton_dtype
-from fp8engine.kernels.quantize_groups import WARPS_PER_PROCESSOR, _amax, _spread
-from fp8engine.kernels.scaling import (
-    WORK,
-    finish,
-    magnitude,
-    peak,
-    scale_factor,
-    scale_of,
-    scale_round_and_count,
-)
+from fp8engine.kernels.launch import MULTIPLE, describable, processors, told, triton_dtype
+from fp8engine.kernels.quantize_groups import WARPS_PER_PROCESSOR, cast_groups, round_and_store, zeros_of
+from fp8engine.kernels.scaling import WORK, finish, magnitude, peak, scale_factor, scale_of
 from fp8engine.kernels.tile import load_tile, store_tile
 
 COLUMNS, WARPS = 64, 16  # of a tile of 128 rows: 16 elements a thread
@@ -56,31 +49,6 @@ def _expert_amax_kernel(
         tl.atomic_max(amax + tl.cast(expert, tl.int64) * K + columns, top_K, mask=columns < K, sem="relaxed")
 
 
-@triton.jit
-def _store_codes(q, codes_MK, row, column, end, block, K, WIDE, TRANSPOSED: tl.constexpr):
-    if TRANSPOSED:
-        store_tile(q, codes_MK.T, column, block * 128, K, WIDE, False)
-    else:
-        store_tile(q, codes_MK, row, column, end, K, False)
-
-
-@triton.jit
-def _store_scales(
-    scale, s, row, column, end, block, K, WIDE, ROWS: tl.constexpr, COLS: tl.constexpr, TRANSPOSED: tl.constexpr
-):
-    """Store the scales of a block's groups; return the least s of those that hold a row."""
-    DOWN: tl.constexpr = s.shape[0]
-    local = tl.arange(0, DOWN)[:, None]
-    down = block * DOWN + local
-    beside = column // COLS + tl.arange(0, s.shape[1])[None, :]
-    inside = beside * COLS < K
-    if TRANSPOSED:
-        tl.store(scale + tl.cast(beside, tl.int64) * (WIDE // ROWS) + down, scale_of(s), mask=inside)
-    else:
-        tl.store(scale + tl.cast(down, tl.int64) * tl.cdiv(K, COLS) + beside, scale_of(s), mask=inside)
-    return -peak(tl.where(inside & (row + local * ROWS < end), -s, float("-inf")))
-
-
 @triton.jit(do_not_specialize=["index", "stride_live", "stride_counts"])
 def _expert_cast_kernel(
     x, bounds, amax,
@@ -93,55 +61,34 @@ def _expert_cast_kernel(
 
     PIECE: columns of a tile that are cast at a time; a group of more is read for its amax and, from L1, once more.
     """
-    flushed = 0
-    nonfinite = 0
-    top = 0.0
-    least = float("inf")
+    DOWN: tl.constexpr = 128 // ROWS if amax is None else 1
+    tops = tl.zeros((DOWN, BLOCK_K // COLS), tl.int32)
+    seen = 0, 0, tops, tl.full((DOWN, BLOCK_K // COLS), float("inf"), tl.float32)
     ends = last_blocks(bounds, EXPERTS, WIDTH)
     across = tl.cdiv(K, BLOCK_K)
     strides = (stride_m, stride_k)
+    scale_strides = (1, WIDE // ROWS) if TRANSPOSED else (tl.cdiv(K, COLS), 1)
     for tile in tl.range(tl.program_id(0), tl.load(bounds + 2 * EXPERTS + 1) * across, tl.num_programs(0)):
         block, column = tile // across, tile % across * BLOCK_K
         expert = expert_of(block, ends)
         row, end, first = rows_of(bounds, EXPERTS, expert, block)
-        if PIECE < BLOCK_K:
-            bits = tl.zeros((128 // ROWS, 1), tl.int32)
-            for part in tl.range(0, BLOCK_K // PIECE, disable_licm=True):
-                x_MK = load_tile(x, row, column + part * PIECE, end, K, strides, 128, PIECE, "pointer").to(tl.float32)
-                bits = tl.maximum(bits, _amax(x_MK, ROWS, PIECE, True))
-            found = bits.to(tl.float32, bitcast=True)
-            s = scale_factor(found, DTYPE, POWER_OF_2)
-            for part in tl.range(0, BLOCK_K // PIECE, disable_licm=True):
-                here = column + part * PIECE
-                x_MK = load_tile(x, row, here, end, K, strides, 128, PIECE, "pointer").to(tl.float32)
-                codes_MK, lost, bad = scale_round_and_count(x_MK, _spread(s, 128, PIECE), DTYPE, COUNT or RECORD)
-                _store_codes(q, codes_MK, row, here, end, block, K, WIDE, TRANSPOSED)
-                flushed += lost
-                nonfinite += bad
-            held = _store_scales(scale, s, row, column, end, block, K, WIDE, ROWS, COLS, TRANSPOSED)
-            top = tl.maximum(top, peak(found))
-            least = tl.minimum(least, held)
+        if amax is None:
+            seen = cast_groups(
+                x, q, scale, None, seen, (row, end, block), column, WIDE, K, strides, scale_strides,
+                DTYPE, POWER_OF_2, ROWS, COLS, TRANSPOSED, True, True, 128, BLOCK_K, 128, PIECE,
+            )  # fmt: skip
         else:
             x_MK = load_tile(x, row, column, end, K, strides, 128, BLOCK_K, "pointer").to(tl.float32)
-            if amax is not None:
-                columns = column + tl.arange(0, BLOCK_K)
-                at = tl.cast(expert, tl.int64) * K + columns
-                found_K = tl.load(amax + at, mask=columns < K, other=0).to(tl.float32, bitcast=True)
-                s_K = scale_factor(found_K, DTYPE, POWER_OF_2)
-                tl.store(scale + at, scale_of(s_K), mask=(columns < K) & (block == first))
-                held = tl.min(tl.where(columns < K, s_K, float("inf")), 0)
-                top = tl.maximum(top, tl.max(found_K, 0))
-                codes_MK, lost, bad = scale_round_and_count(x_MK, s_K[None, :], DTYPE, COUNT or RECORD)
-            else:
-                found = _amax(x_MK, ROWS, COLS, True).to(tl.float32, bitcast=True)
-                s = scale_factor(found, DTYPE, POWER_OF_2)
-                held = _store_scales(scale, s, row, column, end, block, K, WIDE, ROWS, COLS, TRANSPOSED)
-                top = tl.maximum(top, peak(found))
-                codes_MK, lost, bad = scale_round_and_count(x_MK, _spread(s, 128, BLOCK_K), DTYPE, COUNT or RECORD)
-            _store_codes(q, codes_MK, row, column, end, block, K, WIDE, TRANSPOSED)
-            least = tl.minimum(least, held)
-            flushed += lost
-            nonfinite += bad
+            columns = (column + tl.arange(0, BLOCK_K))[None, :]
+            at = tl.cast(expert, tl.int64) * K + columns
+            found = tl.load(amax + at, mask=columns < K, other=0)
+            s = scale_factor(found.to(tl.float32, bitcast=True), DTYPE, POWER_OF_2)
+            tl.store(scale + at, scale_of(s), mask=(columns < K) & (block == first))
+            here = row, end, block * 128
+            lost, bad = round_and_store(x_MK, s, q, here, column, WIDE, K, DTYPE, TRANSPOSED, True)
+            flushed, nonfinite, top, least = seen
+            least = tl.minimum(least, tl.where(columns < K, s, float("inf")))
+            seen = flushed + lost, nonfinite + bad, tl.maximum(top, found), least
     if amax is not None:
         for expert in range(tl.program_id(0), EXPERTS, tl.num_programs(0)):
             empty = tl.load(bounds + expert) == tl.load(bounds + expert + 1)
@@ -150,11 +97,10 @@ def _expert_cast_kernel(
                 at = tl.cast(expert, tl.int64) * K + columns
                 tl.store(scale + at, tl.full((BLOCK_K,), 1.0, tl.float32), mask=(columns < K) & empty)
     if COUNT or RECORD:
+        flushed, nonfinite, top, least = seen
+        seen = flushed, nonfinite, peak(top).to(tl.float32, bitcast=True), tl.min(tl.min(least, 1), 0)
         elements = tl.cast(tl.load(bounds + EXPERTS), tl.int64) * K
-        finish(
-            work, live, counts, index, stride_live, stride_counts, elements, flushed, nonfinite, top, least,
-            COUNT, RECORD,
-        )  # fmt: skip
+        finish((work, live, counts, index, stride_live, stride_counts), elements, seen, COUNT, RECORD)
 
 
 @triton.jit
@@ -200,22 +146,17 @@ def quantize_experts(x_TK: torch.Tensor, cast, bounds_2E1, slot=None, transposed
     wide = most_blocks(t, experts) * BLOCK
     q = torch.empty((k, wide) if transposed else (t, k), dtype=cast.dtype, device=where)
     by_column = cast.rows == -1
-    across = k if by_column else math.ceil(k / cast.cols)
-    shape = (experts, k) if by_column else (wide // cast.rows, across)
-    scale = torch.empty(shape if by_column or not transposed else shape[::-1], dtype=torch.float32, device=where)
+    shape = experts if by_column else wide // cast.rows, math.ceil(k / cast.cols)
+    scale = torch.empty(shape[::-1] if transposed and not by_column else shape, dtype=torch.float32, device=where)
     if x_TK.numel() == 0:
         return q, scale.fill_(1.0)
     wide_access = describable(x_TK) and k % MULTIPLE == 0
     piece = COLUMNS if wide_access and cast.cols <= COLUMNS else NARROW
     warps = WARPS // 2 if wide_access and piece == NARROW else WARPS  # 16 elements a thread: stores of 16 bytes
-    block_k = piece if by_column else max(piece, cast.cols)
+    block_k = max(piece, cast.cols)
     programs = _programs(wide, k, block_k, where)
-    count, record = (slot.count, slot.record) if slot is not None else (False, False)
-    lengths = [WORK * (count or record), experts * k * by_column]
-    zeros = torch.zeros(sum(lengths), dtype=torch.int32, device=where).split(lengths) if any(lengths) else [None] * 2
-    work, amax = (part if size else None for part, size in zip(zeros, lengths, strict=True))
-    live, stride_live = (slot.live_2S, slot.live_2S.stride(0)) if record else (None, 0)
-    counts, stride_counts = (slot.counts_CS, slot.counts_CS.stride(0)) if count else (None, 0)
+    tables, place, (count, record) = told(slot)
+    work, amax = zeros_of((WORK * (count or record), experts * k * by_column), where)
     sizes = k, experts, *x_TK.stride()
     if by_column:
         _expert_amax_kernel[programs](
@@ -226,8 +167,8 @@ def quantize_experts(x_TK: torch.Tensor, cast, bounds_2E1, slot=None, transposed
         )  # fmt: skip
     _expert_cast_kernel[programs](
         x_TK, bounds_2E1, amax,  # inputs
-        q, scale, work, live, counts,  # outputs
-        *sizes, wide, slot.place if slot is not None else 0, stride_live, stride_counts,  # sizes
+        q, scale, work, *tables,  # outputs
+        *sizes, wide, *place,  # sizes
         WIDTH=width(experts), DTYPE=triton_dtype(cast.dtype), POWER_OF_2=cast.power_of_2,  # constants
         ROWS=cast.rows, COLS=cast.cols, TRANSPOSED=transposed, COUNT=count, RECORD=record,
         BLOCK_K=block_k, PIECE=piece, num_warps=warps,

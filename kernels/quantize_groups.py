@@ -6,7 +6,7 @@
 
     short   every group lies inside a tile (blocks; rows of up to 16,384 columns): x is read once, its amaxes are
             taken and its codes rounded from registers.  3 bytes per 16-bit element, 4 with the transpose, for which a
-            tile is read once more, from L1
+            tile is read once more, from L1.  `cast_groups` casts a tile, of experts too (quantize_experts.py)
     long    a column, or a wider row: two launches (quantize_lines.py).  5 bytes, 6 with the transpose: both
             orientations share both reads
 
@@ -17,6 +17,7 @@ Twin: fp8engine/ops/reference/quantize.py and cast_transpose.py.
 """
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -24,7 +25,7 @@ import triton
 import triton.language as tl
 
 from fp8engine.kernels.column_sums import column_sums, partial_sums, store_column_sums
-from fp8engine.kernels.launch import MULTIPLE, describable, processors, triton_dtype
+from fp8engine.kernels.launch import MULTIPLE, describable, processors, told, triton_dtype
 from fp8engine.kernels.quantize_lines import _line_amax_kernel, _line_cast_kernel
 from fp8engine.kernels.scaling import INF_BITS, WORK, codes_of, finish, is_sampled, scale_factor, scale_of, sizes_of
 from fp8engine.kernels.tile import load_tile, store_tile
@@ -62,18 +63,16 @@ def _amax(x, ROWS: tl.constexpr, COLS: tl.constexpr, CAREFUL: tl.constexpr):
     """
     M: tl.constexpr = x.shape[0]
     K: tl.constexpr = x.shape[1]
+    HIGH: tl.constexpr = M if M < ROWS else ROWS  # of a group, or of what is here of it
+    WIDE: tl.constexpr = K if K < COLS else COLS
     bits = sizes_of(x, CAREFUL)
-    if COLS == K:
-        if ROWS == 1:
-            amax = tl.max(bits, 1, keep_dims=True)
-        elif ROWS == M:
-            amax = tl.max(tl.max(bits, 1, keep_dims=True), 0, keep_dims=True)
-        else:
-            amax = tl.max(tl.reshape(tl.max(bits, 1), (M // ROWS, ROWS)), 1, keep_dims=True)
-    elif ROWS == M and COLS == 1:
-        amax = tl.max(bits, 0, keep_dims=True)
+    if WIDE < K:
+        amax = tl.max(tl.max(tl.reshape(bits, (M // HIGH, HIGH, K // WIDE, WIDE)), 3), 1)
+    elif HIGH < M:
+        amax = tl.max(tl.reshape(tl.max(bits, 1), (M // HIGH, HIGH)), 1, keep_dims=True)
     else:
-        amax = tl.max(tl.max(tl.reshape(bits, (M // ROWS, ROWS, K // COLS, COLS)), 3), 1)
+        FIRST: tl.constexpr = 1 if K >= 32 else 0  # the lanes of a warp lie along a row of as many
+        amax = tl.max(tl.max(bits, FIRST, keep_dims=True), 1 - FIRST, keep_dims=True)
     return amax
 
 
@@ -98,71 +97,87 @@ def _spread(s, M: tl.constexpr, K: tl.constexpr):
 
 
 @triton.jit
-def _group(
-    x, q, scale, row, column, M, K, DTYPE: tl.constexpr, POWER_OF_2: tl.constexpr,
-    ROWS: tl.constexpr, COLS: tl.constexpr, TURN: tl.constexpr, CAREFUL: tl.constexpr,
+def round_and_store(
+    x_MK, s, q, place, column, M, K, DTYPE: tl.constexpr, TURN: tl.constexpr, CAREFUL: tl.constexpr
 ):  # fmt: skip
-    """Cast a tile x of M x K by its ROWS x COLS groups; return (flushed, nonfinite, amaxes' bits, s) of its groups.
+    """Store the codes of a piece of a tile; return how many were flushed, and are not finite.
 
-    TURN: q is stored transposed.  Scales lie as x's groups do either way.  s is Inf for groups outside.
+    place: the piece's first row, where rows of x end, and its first column in q^T (TURN), which has M.
     """
-    DOWN_TILE: tl.constexpr = x.shape[0] // ROWS
-    ACROSS_TILE: tl.constexpr = x.shape[1] // COLS
-    amax = _amax(x, ROWS, COLS, CAREFUL)
-    s = _factor(amax, DTYPE, POWER_OF_2)
-    codes, flushed, nonfinite = codes_of(x, _spread(s, x.shape[0], x.shape[1]), DTYPE, CAREFUL)
-    down = row // ROWS + tl.arange(0, DOWN_TILE)[:, None]
-    beside = column // COLS + tl.arange(0, ACROSS_TILE)[None, :]
-    inside = (down * ROWS < M) & (beside * COLS < K)
+    row, end, at = place
+    codes, flushed, nonfinite = codes_of(x_MK, _spread(s, x_MK.shape[0], x_MK.shape[1]), DTYPE, CAREFUL)
     if TURN:
-        store_tile(q, codes.T, column, row, K, M, False)
+        store_tile(q, codes.T, column, at, K, M, False)
     else:
-        store_tile(q, codes, row, column, M, K, False)
-    tl.store(scale + tl.cast(down, tl.int64) * tl.cdiv(K, COLS) + beside, scale_of(s), mask=inside)
-    return flushed, nonfinite, amax, tl.where(inside, s, float("inf"))
+        store_tile(q, codes, row, column, end, K, False)
+    return flushed, nonfinite
 
 
 @triton.jit
-def _group_in_pieces(
-    x, q, scale, sums, row, column, M, K, strides, DTYPE: tl.constexpr, POWER_OF_2: tl.constexpr,
-    ROWS: tl.constexpr, COLS: tl.constexpr, TURN: tl.constexpr, CAREFUL: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, PIECE: tl.constexpr,
+def cast_groups(
+    x, q, scale, sums, seen, place, column, M, K, strides, scale_strides,
+    DTYPE: tl.constexpr, POWER_OF_2: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+    TURN: tl.constexpr, PADDED: tl.constexpr, CAREFUL: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, PIECE_M: tl.constexpr, PIECE_K: tl.constexpr,
 ):  # fmt: skip
-    """As `_group`, PIECE of a group's rows at a time, which are read for the amax and, from cache, once more.
+    """Cast a tile of x by its groups of ROWS x COLS, in one orientation; return `seen` with what was found in it.
 
-    strides: of x, which for q^T (TURN) has its rows and columns exchanged.  sums: None, or the sums of each row of x.
+    seen: (flushed, nonfinite, each group's largest amax as bits, its least s) of the tiles before, or None.
+    sums: None, or FP32 [tiles down, K]: the sums of each tile's columns.
+    place: (the tile's first row, the row at which x ends, the tile's number among tiles of BLOCK_M rows).
+    TURN: q is the transpose, [K, M].  M: the rows that the groups have; PADDED: they go on behind the end of x.
+    scale_strides: of the scale, down and across.
+    PIECE_M, PIECE_K: of the tile that is cast at a time.  A group of more is read for its amax and, from cache, again.
     """
-    GROUPS: tl.constexpr = BLOCK_K // COLS
-    flushed = 0
-    nonfinite = 0
-    amax = tl.zeros((1, GROUPS), tl.int32)
-    least = tl.full((1, GROUPS), float("inf"), tl.float32)
-    for group in tl.range(0, BLOCK_M // ROWS, disable_licm=True):
-        top = tl.zeros((1, GROUPS), tl.int32)
-        for part in tl.range(0, ROWS // PIECE, disable_licm=True):
-            first = row + group * ROWS + part * PIECE
-            x_MK = load_tile(x, first, column, M, K, strides, PIECE, BLOCK_K, "pointer").to(tl.float32)
-            if sums is not None:
-                store_column_sums(sums, x_MK.T, column // BLOCK_K, first, M)
-            top = tl.maximum(top, _amax(x_MK, PIECE, COLS, CAREFUL))
-        s = _factor(top, DTYPE, POWER_OF_2)
-        for part in tl.range(0, ROWS // PIECE, disable_licm=True):
-            first = row + group * ROWS + part * PIECE
-            x_MK = load_tile(x, first, column, M, K, strides, PIECE, BLOCK_K, "pointer").to(tl.float32)
-            codes_MK, lost, bad = codes_of(x_MK, _spread(s, PIECE, BLOCK_K), DTYPE, CAREFUL)
-            store_tile(q, codes_MK, first, column, M, K, False)
-            flushed += lost
-            nonfinite += bad
-        down = row // ROWS + group + tl.arange(0, 1)[:, None]
-        beside = column // COLS + tl.arange(0, GROUPS)[None, :]
-        inside = (down * ROWS < M) & (beside * COLS < K)
-        if TURN:
-            tl.store(scale + tl.cast(beside, tl.int64) * tl.cdiv(M, ROWS) + down, scale_of(s), mask=inside)
+    HIGH: tl.constexpr = ROWS if PIECE_M < ROWS else PIECE_M
+    WIDE: tl.constexpr = COLS if PIECE_K < COLS else PIECE_K
+    PARTS: tl.constexpr = HIGH // PIECE_M * (WIDE // PIECE_K)
+    tile, end, block = place
+    if seen is not None:
+        flushed, nonfinite, amax, least = seen
+    for run in tl.range(0, BLOCK_M // HIGH * (BLOCK_K // WIDE), disable_licm=True):
+        down = run * (HIGH % BLOCK_M)  # 0 where there is one run
+        first = column + run * (WIDE % BLOCK_K)
+        if PARTS > 1:
+            top = tl.zeros((HIGH // ROWS, WIDE // COLS), tl.int32)
+            for part in tl.range(0, PARTS, disable_licm=True):
+                below, beside = down + part * (PIECE_M % HIGH), first + part * (PIECE_K % WIDE)
+                x_MK = load_tile(x, tile + below, beside, end, K, strides, PIECE_M, PIECE_K, "pointer").to(tl.float32)
+                if sums is not None:
+                    store_column_sums(sums, x_MK, block, beside, K)
+                top = tl.maximum(top, _amax(x_MK, ROWS, COLS, CAREFUL))
+            s = _factor(top, DTYPE, POWER_OF_2)
+            for part in tl.range(0, PARTS, disable_licm=True):
+                below, beside = down + part * (PIECE_M % HIGH), first + part * (PIECE_K % WIDE)
+                x_MK = load_tile(x, tile + below, beside, end, K, strides, PIECE_M, PIECE_K, "pointer").to(tl.float32)
+                here = tile + below, end, block * BLOCK_M + below
+                lost, bad = round_and_store(x_MK, s, q, here, beside, M, K, DTYPE, TURN, CAREFUL)
+                if seen is not None:
+                    flushed += lost
+                    nonfinite += bad
         else:
-            tl.store(scale + tl.cast(down, tl.int64) * tl.cdiv(K, COLS) + beside, scale_of(s), mask=inside)
-        amax = tl.maximum(amax, top)
-        least = tl.minimum(least, tl.where(inside, s, float("inf")))
-    return flushed, nonfinite, amax, least
+            x_MK = load_tile(x, tile + down, first, end, K, strides, PIECE_M, PIECE_K, "pointer").to(tl.float32)
+            if sums is not None:
+                store_column_sums(sums, x_MK, block, first, K)
+            top = _amax(x_MK, ROWS, COLS, CAREFUL)
+            s = _factor(top, DTYPE, POWER_OF_2)
+            here = tile + down, end, block * BLOCK_M + down
+            lost, bad = round_and_store(x_MK, s, q, here, first, M, K, DTYPE, TURN, CAREFUL)
+            if seen is not None:
+                flushed += lost
+                nonfinite += bad
+        local = tl.arange(0, HIGH // ROWS)[:, None]
+        across = first // COLS + tl.arange(0, WIDE // COLS)[None, :]
+        inside = (tile + down + local * ROWS < end) & (across * COLS < K)
+        group = block * (BLOCK_M // ROWS) + run * (HIGH % BLOCK_M // ROWS) + local
+        at = tl.cast(group, tl.int64) * scale_strides[0] + tl.cast(across, tl.int64) * scale_strides[1]
+        tl.store(scale + at, scale_of(s), mask=(across * COLS < K) if PADDED else inside)
+        if seen is not None:
+            amax = tl.maximum(amax, top)
+            least = tl.minimum(least, tl.where(inside, s, float("inf")))
+    if seen is not None:
+        seen = flushed, nonfinite, amax, least
+    return seen
 
 
 @triton.jit
@@ -177,45 +192,22 @@ def _short_tiles(
     computed before the loop (disable_licm).  A piece may be less than a group where x is read element by element.
     """
     DOWN: tl.constexpr = 1 if PIECE < ROWS else PIECE // ROWS
-    flushed = 0
-    nonfinite = 0
     amax = tl.zeros((DOWN, BLOCK_K // COLS), tl.int32)
-    least = tl.full((DOWN, BLOCK_K // COLS), float("inf"), tl.float32)
+    seen = 0, 0, amax, tl.full((DOWN, BLOCK_K // COLS), float("inf"), tl.float32)
     across = tl.cdiv(K, BLOCK_K)
     for tile in tl.range(tl.program_id(0), tl.cdiv(M, BLOCK_M) * across, tl.num_programs(0)):
-        row, column = tile // across * BLOCK_M, tile % across * BLOCK_K
-        if PIECE < ROWS:
-            lost, bad, top, s = _group_in_pieces(
-                x, q, scale, None, row, column, M, K, strides,
-                DTYPE, POWER_OF_2, ROWS, COLS, False, CAREFUL, BLOCK_M, BLOCK_K, PIECE,
+        column = tile % across * BLOCK_K
+        place = tile // across * BLOCK_M, M, tile // across
+        seen = cast_groups(
+            x, q, scale, None, seen, place, column, M, K, strides, (tl.cdiv(K, COLS), 1),
+            DTYPE, POWER_OF_2, ROWS, COLS, False, False, CAREFUL, BLOCK_M, BLOCK_K, PIECE, BLOCK_K,
+        )  # fmt: skip
+        if q_t is not None:
+            cast_groups(
+                x, q_t, scale_t, sums, None, place, column, M, K, strides, (tl.cdiv(K, ROWS), 1),
+                DTYPE, POWER_OF_2, COLS, ROWS, True, False, CAREFUL, BLOCK_M, BLOCK_K, BLOCK_M, PIECE,
             )  # fmt: skip
-            flushed += lost
-            nonfinite += bad
-            amax = tl.maximum(amax, top)
-            least = tl.minimum(least, s)
-            if q_t is not None:
-                _group_in_pieces(
-                    x, q_t, scale_t, sums, column, row, K, M, (strides[1], strides[0]),
-                    DTYPE, POWER_OF_2, ROWS, COLS, True, CAREFUL, BLOCK_K, BLOCK_M, PIECE,
-                )  # fmt: skip
-        else:
-            for part in tl.range(0, BLOCK_M // PIECE, disable_licm=True):
-                first = row + part * PIECE
-                x_MK = load_tile(x, first, column, M, K, strides, PIECE, BLOCK_K, "pointer").to(tl.float32)
-                lost, bad, top, s = _group(
-                    x_MK, q, scale, first, column, M, K, DTYPE, POWER_OF_2, ROWS, COLS, False, CAREFUL
-                )
-                flushed += lost
-                nonfinite += bad
-                amax = tl.maximum(amax, top)
-                least = tl.minimum(least, s)
-            if q_t is not None:
-                for part in tl.range(0, BLOCK_K // PIECE, disable_licm=True):
-                    first = column + part * PIECE  # read again, from L1
-                    x_MK = load_tile(x, row, first, M, K, strides, BLOCK_M, PIECE, "pointer").to(tl.float32)
-                    if sums is not None:
-                        store_column_sums(sums, x_MK, tile // across, first, K)
-                    _group(x_MK, q_t, scale_t, row, first, M, K, DTYPE, POWER_OF_2, COLS, ROWS, True, CAREFUL)
+    flushed, nonfinite, amax, least = seen
     return flushed, nonfinite, tl.max(tl.max(amax, 1), 0), tl.min(tl.min(least, 1), 0)
 
 
@@ -249,11 +241,9 @@ def _short_kernel(
                 DTYPE, POWER_OF_2, ROWS, COLS, True, BLOCK_M, BLOCK_K, CARE,
             )  # fmt: skip
     if COUNT or RECORD:
-        elements = tl.cast(M, tl.int64) * K
-        finish(
-            work, live, counts, index, stride_live, stride_counts, elements, flushed, nonfinite,
-            top.to(tl.float32, bitcast=True), least, COUNT, RECORD,
-        )  # fmt: skip
+        slot = work, live, counts, index, stride_live, stride_counts
+        seen = flushed, nonfinite, top.to(tl.float32, bitcast=True), least
+        finish(slot, tl.cast(M, tl.int64) * K, seen, COUNT, RECORD)
 
 
 def quantize_groups(x_MK: torch.Tensor, cast, slot, transposed: bool, sums: bool = False):
@@ -264,11 +254,10 @@ def quantize_groups(x_MK: torch.Tensor, cast, slot, transposed: bool, sums: bool
     sums, with `transposed` only: the sums of x's columns, FP32.
     """
     (m, k), where = x_MK.shape, x_MK.device
-    q_MK, scale = _results(m, k, cast, where)
-    q_KM, scale_t = _results(k, m, cast, where, turned=True) if transposed else (None, None)
+    turned = results_of((k, m), cast, where, turned=True) if transposed else (None, None)
+    results = *results_of((m, k), cast, where), *turned
     if x_MK.numel() == 0:
-        ones = scale_t.fill_(1.0) if scale_t is not None else None
-        return q_MK, scale.fill_(1.0), q_KM, ones, torch.zeros(k, dtype=torch.float32, device=where) if sums else None
+        return *results, None
     by_row = cast.cols == -1 or (transposed and cast.rows == -1)
     by_column = cast.rows == -1 or (transposed and cast.cols == -1)
     long = by_column or (by_row and k > WIDEST)
@@ -276,15 +265,10 @@ def quantize_groups(x_MK: torch.Tensor, cast, slot, transposed: bool, sums: bool
     tile = (LINES if wide else LINES_ODD) if long else _short_tile(cast, k, transposed, wide)
     tiles = math.ceil(m / tile.block_m) * math.ceil(k / tile.block_k)
     programs = min(tiles, processors(where) * tile.resident // tile.warps)
-    count, record = (slot.count, slot.record) if slot is not None else (False, False)
-    lengths = [WORK * (long or count or record), m * (long and by_row), k * (long and by_column)]
-    zeros = torch.zeros(sum(lengths), dtype=torch.int32, device=where).split(lengths) if any(lengths) else [None] * 3
-    work, amax_M, amax_K = (part if size else None for part, size in zip(zeros, lengths, strict=True))
+    tables, place, (count, record) = told(slot)
+    lengths = WORK * (long or count or record), m * (long and by_row), k * (long and by_column)
+    work, amax_M, amax_K = zeros_of(lengths, where)
     parts_PK = partial_sums(x_MK, LINES_AMAX.block_m if long else tile.block_m) if sums else None
-    live, stride_live = (slot.live_2S, slot.live_2S.stride(0)) if record else (None, 0)
-    counts, stride_counts = (slot.counts_CS, slot.counts_CS.stride(0)) if count else (None, 0)
-    results, tables = (q_MK, scale, q_KM, scale_t), (work, live, counts)
-    sizes = m, k, *x_MK.stride(), slot.place if slot is not None else 0, stride_live, stride_counts
     constants = {
         "DTYPE": triton_dtype(cast.dtype), "POWER_OF_2": cast.power_of_2, "COUNT": count, "RECORD": record,
         "BLOCK_M": tile.block_m, "BLOCK_K": tile.block_k, "num_warps": tile.warps,
@@ -299,7 +283,7 @@ def quantize_groups(x_MK: torch.Tensor, cast, slot, transposed: bool, sums: bool
         )  # fmt: skip
         sums_K = None if parts_PK is None else parts_PK.new_empty(k)
         p = 0 if parts_PK is None else len(parts_PK)
-        by_amax = x_MK, amax_M, amax_K, parts_PK, *results, sums_K, *tables, m, k, p, *sizes[2:]
+        by_amax = x_MK, amax_M, amax_K, parts_PK, *results, sums_K, work, *tables, m, k, p, *x_MK.stride(), *place
         _line_cast_kernel[(programs,)](*by_amax, BY_ROW=cast.cols == -1, CARE=tile.block_m // 2, **constants)
     else:
         cols = tile.block_k if cast.cols == -1 else cast.cols
@@ -307,7 +291,7 @@ def quantize_groups(x_MK: torch.Tensor, cast, slot, transposed: bool, sums: bool
         if cast.rows > SMALL and not wide:
             piece = SMALLEST
         care = SMALL if cast.rows > SMALL else piece if wide or not transposed else max(SMALLEST, cast.rows)
-        given = x_MK, *results, parts_PK, *tables, *sizes
+        given = x_MK, *results, parts_PK, work, *tables, m, k, *x_MK.stride(), *place
         _short_kernel[(programs,)](*given, ROWS=cast.rows, COLS=cols, PIECE=piece, CARE=care, **constants)
         sums_K = None if parts_PK is None else column_sums(parts_PK, torch.float32)
     return *results, sums_K
@@ -334,13 +318,20 @@ def _wide(x_MK: torch.Tensor, transposed: bool) -> bool:
     return describable(x_MK) and k % MULTIPLE == 0 and (not transposed or m % MULTIPLE == 0)
 
 
-def _results(
-    rows: int, columns: int, cast, where: torch.device, turned: bool = False
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(codes, scales), to be written.  turned: of the transpose, whose scales lie the other way round in memory."""
-    down, across = cast.scale_shape(rows, columns)
-    if turned:
-        scale = torch.empty(across, down, dtype=torch.float32, device=where).t()
-    else:
-        scale = torch.empty(down, across, dtype=torch.float32, device=where)
-    return torch.empty(rows, columns, dtype=cast.dtype, device=where), scale
+def results_of(shape: tuple[int, int], cast, where: torch.device, turned: bool = False) -> tuple:
+    """(codes, scales), to be written; of nothing the scale is 1.
+
+    turned: of the transpose, whose scales lie the other way round in memory.
+    """
+    make = torch.empty if shape[0] * shape[1] else torch.ones
+    lie = cast.scale_shape(*shape)
+    scale = make(lie[::-1] if turned else lie, dtype=torch.float32, device=where)
+    return torch.empty(shape, dtype=cast.dtype, device=where), scale.t() if turned else scale
+
+
+def zeros_of(lengths: Sequence[int], where: torch.device) -> list[torch.Tensor | None]:
+    """INT32 zeros of each length, from one fill; None for 0."""
+    if not any(lengths):
+        return [None] * len(lengths)
+    zeros = torch.zeros(sum(lengths), dtype=torch.int32, device=where).split(lengths)
+    return [part if len(part) else None for part in zeros]

@@ -105,20 +105,17 @@ def _line_cast_kernel(
     if COUNT:
         careful = careful | is_sampled(counts, index)
     if careful & (CARE > 0):  # in all programs or in none: its tiles are smaller
-        flushed, nonfinite, top, least = _line_tiles(
+        seen = _line_tiles(
             x, amax_M, amax_K, q, scale, q_t, scale_t, M, K, (stride_m, stride_k),
             DTYPE, POWER_OF_2, BY_ROW, True, ROWS, BLOCK_K,
         )  # fmt: skip
     else:
-        flushed, nonfinite, top, least = _line_tiles(
+        seen = _line_tiles(
             x, amax_M, amax_K, q, scale, q_t, scale_t, M, K, (stride_m, stride_k),
             DTYPE, POWER_OF_2, BY_ROW, False, BLOCK_M, BLOCK_K,
         )  # fmt: skip
     if parts is not None:
         add_column_sums(parts, sums, P, K)
     if COUNT or RECORD:
-        elements = tl.cast(M, tl.int64) * K
-        finish(
-            work, live, counts, index, stride_live, stride_counts, elements, flushed, nonfinite, top, least,
-            COUNT, RECORD,
-        )  # fmt: skip
+        slot = work, live, counts, index, stride_live, stride_counts
+        finish(slot, tl.cast(M, tl.int64) * K, seen, COUNT, RECORD)

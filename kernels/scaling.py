@@ -145,25 +145,18 @@ def counted(lost, bad):
 
 @triton.jit
 def codes_of(x, s, DTYPE: tl.constexpr, CAREFUL: tl.constexpr):
-    """Return (codes of x * s, how many were flushed, how many are not finite); CAREFUL: else x is finite, and 0, 0."""
+    """Return (codes of x * s, how many were flushed, how many are not finite).
+
+    x: FP32 [rows, columns], zero outside of its matrix.  Without CAREFUL it is finite, and nothing is counted: 0, 0.
+    """
     if CAREFUL:
-        codes, flushed, nonfinite = scale_round_and_count(x, s, DTYPE, True)
+        codes, lost = scale_and_round(x, s, DTYPE)
+        flushed, nonfinite = counted(lost, is_finite(x) == 0)
     else:
         codes = cast_finite(x * s, DTYPE)
         flushed = 0
         nonfinite = 0
     return codes, flushed, nonfinite
-
-
-@triton.jit
-def scale_round_and_count(x, s, DTYPE: tl.constexpr, COUNT: tl.constexpr):
-    """Return (FP8 codes of x * s, flushed, nonfinite).  x: FP32 [rows, columns], zero outside of its matrix."""
-    q, lost = scale_and_round(x, s, DTYPE)
-    flushed = 0
-    nonfinite = 0
-    if COUNT:
-        flushed, nonfinite = counted(lost, is_finite(x) == 0)
-    return q, flushed, nonfinite
 
 
 @triton.jit
@@ -211,15 +204,15 @@ def enter(
 
 
 @triton.jit
-def finish(
-    work, live, counts, index, stride_live, stride_counts, elements, flushed, nonfinite, amax, s,
-    COUNT: tl.constexpr, RECORD: tl.constexpr,
-):  # fmt: skip
-    """The end of every program of a launch that scales by groups: its counts, its amax and its least s.
+def finish(slot, elements, seen, COUNT: tl.constexpr, RECORD: tl.constexpr):
+    """The end of every program of a launch that scales by groups, where COUNT or RECORD.
 
-    work: WORK integers.  The last program to come here knows about all of them: it counts the call, and enters amax and
-    s unless something was not finite.
+    slot: work (WORK integers), live, counts, index, strides of live and counts.  seen: by this program: flushed,
+    nonfinite, amax, least s.  The last program to come here knows about all of them: it counts the call, and enters
+    amax and s unless something was not finite.
     """
+    work, live, counts, index, stride_live, stride_counts = slot
+    flushed, nonfinite, amax, s = seen
     sampled = tl.cast(0, tl.int64)
     if COUNT:
         if is_sampled(counts, index):

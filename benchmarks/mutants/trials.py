@@ -92,7 +92,7 @@ WAYS = {
         "kernels/tile.py": interpreted("tile", "epilogue", "matmul", "split_k"),
         "kernels/rounding.py": interpreted("rounding", "quantize"),
         "kernels/quantize.py": interpreted("column_sums", "quantize"),
-        "kernels/quantize_groups.py": interpreted("quantize", "column_sums"),
+        "kernels/quantize_groups.py": interpreted("quantize", "column_sums", "grouped"),
         "kernels/quantize_lines.py": interpreted("quantize", "column_sums"),
         "kernels/column_sums.py": interpreted("column_sums"),
         "kernels/norm_quantize.py": interpreted("norm", LAUNCHES),
