@@ -8,11 +8,11 @@
 
 f and u of each kind: activations.py.  All of it in FP32, then rounded to x's dtype; codes as produce.py says.  Bytes an
 element of BF16: 2 read of each input, 2 written of each result.  dbias is summed within a tile of rows, then over
-tiles, in a fixed order; it adds 4 / BLOCK_M bytes written and read.
+tiles, in a fixed order; it adds 4 / ROWS bytes written and read.
 Twin: fp8engine/ops/reference/act_quantize.py, and activations.py beside it, which names the sources.
 """
 
-from typing import NamedTuple
+from collections.abc import Sequence
 
 import torch
 import triton
@@ -21,98 +21,56 @@ import triton.language as tl
 from fp8engine.kernels.activations import FUNCTIONS, GATED, LIMIT, activate, gradient, linear_part
 from fp8engine.kernels.column_sums import column_sums, partial_sums
 from fp8engine.kernels.launch import MULTIPLE
-from fp8engine.kernels.produce import GROUP_COLUMNS, Target, begin, end, programs, put
-
-WIDEST_ROW = 16384  # a whole row in the registers of one program
-
-
-class Tile(NamedTuple):
-    """Rows and columns of a tile, warps of a program."""
-
-    m: int
-    n: int
-    warps: int
-
-
-@triton.jit
-def read(x, rows, columns, M, N, stride_m, stride_n):
-    """A tile of x in FP32, 0 beyond its edges."""
-    inside = (rows[:, None] < M) & (columns[None, :] < N)
-    at = rows[:, None] * stride_m + columns[None, :].to(tl.int64) * stride_n
-    return tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+from fp8engine.kernels.produce import GROUP_COLUMNS, WIDEST_ROW, Target, Tile, begin, by_128, end, put, read, row_tile
 
 
 @triton.jit(do_not_specialize=["index", "stride_live", "stride_counts"])
 def _act_kernel(
-    x, up, y, q, q_t, scale, work, live, counts,
-    M, N, stride_m, stride_n, stride_um, stride_un, index, stride_live, stride_counts,
-    ACTIVATION: tl.constexpr, HOW: tl.constexpr, GROUP: tl.constexpr, OUT: tl.constexpr,
-    POWER_OF_2: tl.constexpr, COUNT: tl.constexpr, RECORD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
-    """x: of a gated kind its gate, beside up; None else."""
-    outputs = (y, q, q_t, scale, None, 0)
-    slot = (work, live, counts, index, stride_live, stride_counts)
-    s, seen = begin(q, slot, HOW)
-    across = tl.cdiv(N, BLOCK_N)
-    for tile in range(tl.program_id(0), tl.cdiv(M, BLOCK_M) * across, tl.num_programs(0)):
-        rows = (tile // across * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
-        first = tile % across * BLOCK_N
-        columns = first + tl.arange(0, BLOCK_N)
-        y_MN = activate(read(x, rows, columns, M, N, stride_m, stride_n), ACTIVATION)
-        if up is not None:
-            y_MN *= linear_part(read(up, rows, columns, M, N, stride_um, stride_un), ACTIVATION)
-        seen = put(y_MN, rows, first, N, M, N, s, outputs, seen, HOW, GROUP, OUT, POWER_OF_2, COUNT or RECORD)
-    end(seen, slot, tl.cast(M, tl.int64) * N, HOW, COUNT, RECORD)
-
-
-@triton.jit(do_not_specialize=["index", "stride_live", "stride_counts"])
-def _act_backward_kernel(
-    dy, x, up, part, dup, dx, q, q_t, scale, work, live, counts,
+    dy, x, up, part, dup, y, q, q_t, scale, work, live, counts,
     M, N, stride_dm, stride_dn, stride_m, stride_n, stride_um, stride_un, index, stride_live, stride_counts,
     ACTIVATION: tl.constexpr, HOW: tl.constexpr, GROUP: tl.constexpr, OUT: tl.constexpr,
-    POWER_OF_2: tl.constexpr, COUNT: tl.constexpr, RECORD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    POWER_OF_2: tl.constexpr, COUNT: tl.constexpr, RECORD: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Gated: tile n makes columns n of dgate and of dup, which is one half of dx, or a matrix of its own.
+    """Forward, where dy is None, or backward, where y is dx.  x: of a gated kind its gate, beside up; None else.
 
-    part: sums over each tile's rows; None where dup is its own matrix.
+    Backward of a gated kind: tile n makes columns n of dgate and of dup, which is one half of dx, or a matrix of its
+    own.  part: sums over each tile's rows; None forward, and where dup is its own matrix.
     """
     K = N
-    if up is not None and dup is None:
+    if dy is not None and up is not None and dup is None:
         K = 2 * N
+    NOTE: tl.constexpr = COUNT or RECORD
     slot = (work, live, counts, index, stride_live, stride_counts)
     s, seen = begin(q, slot, HOW)
-    across = tl.cdiv(N, BLOCK_N)
-    for tile in range(tl.program_id(0), tl.cdiv(M, BLOCK_M) * across, tl.num_programs(0)):
+    across = tl.cdiv(N, COLUMNS)
+    for tile in range(tl.program_id(0), tl.cdiv(M, ROWS) * across, tl.num_programs(0)):
         down = tile // across
-        rows = (down * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
-        first = tile % across * BLOCK_N
-        columns = first + tl.arange(0, BLOCK_N)
-        outputs = (dx, q, q_t, scale, part, down)
-        dy_MN = read(dy, rows, columns, M, N, stride_dm, stride_dn)
-        x_MN = read(x, rows, columns, M, N, stride_m, stride_n)
-        if up is not None:
-            dup_MN = dy_MN * activate(x_MN, ACTIVATION)
-            if ACTIVATION == "clamped":  # read here, and again below: it is not held in registers between
+        rows = (down * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+        first = tile % across * COLUMNS
+        columns = first + tl.arange(0, COLUMNS)
+        outputs = (y, q, q_t, scale, part, down)
+        if dy is None:
+            y_MN = activate(read(x, rows, columns, M, N, stride_m, stride_n), ACTIVATION)
+            if up is not None:
+                y_MN *= linear_part(read(up, rows, columns, M, N, stride_um, stride_un), ACTIVATION)
+        else:
+            dy_MN = read(dy, rows, columns, M, N, stride_dm, stride_dn)
+            x_MN = read(x, rows, columns, M, N, stride_m, stride_n)
+            if up is not None:
+                dup_MN = dy_MN * activate(x_MN, ACTIVATION)
+                if ACTIVATION == "clamped":  # read here, and again below: it is not held in registers between
+                    up_MN = read(up, rows, columns, M, N, stride_um, stride_un)
+                    dup_MN = tl.where(tl.abs(up_MN) > LIMIT, 0.0, dup_MN)
+                other = outputs if dup is None else (dup, q, q_t, scale, part, down)
+                seen = put(dup_MN, rows, first + (K - N), K, M, K, s, other, seen, HOW, GROUP, OUT, POWER_OF_2, NOTE)
+                tl.debug_barrier()  # one half's registers are free before the other's are taken
+                if ACTIVATION == "sigmoid":  # read again, as above: held, they spill with Triton 3.6 and 3.7
+                    dy_MN = read(dy, rows, columns, M, N, stride_dm, stride_dn)
+                    x_MN = read(x, rows, columns, M, N, stride_m, stride_n)
                 up_MN = read(up, rows, columns, M, N, stride_um, stride_un)
-                dup_MN = tl.where(tl.abs(up_MN) > LIMIT, 0.0, dup_MN)
-            if dup is not None:
-                inside = (rows[:, None] < M) & (columns[None, :] < N)
-                tl.store(dup + (rows[:, None] * N + columns[None, :]), dup_MN.to(dup.dtype.element_ty), mask=inside)
-            else:
-                seen = put(
-                    dup_MN, rows, first + N, K, M, K, s, outputs, seen,
-                    HOW, GROUP, OUT, POWER_OF_2, COUNT or RECORD,
-                )  # fmt: skip
-            tl.debug_barrier()  # one half's registers are free before the other's are taken
-            if ACTIVATION == "sigmoid":  # read again, as above: held, they spill with Triton 3.6 and 3.7
-                dy_MN = read(dy, rows, columns, M, N, stride_dm, stride_dn)
-                x_MN = read(x, rows, columns, M, N, stride_m, stride_n)
-            up_MN = read(up, rows, columns, M, N, stride_um, stride_un)
-            dy_MN *= linear_part(up_MN, ACTIVATION)
-        seen = put(
-            gradient(dy_MN, x_MN, ACTIVATION), rows, first, N, M, K, s, outputs, seen,
-            HOW, GROUP, OUT, POWER_OF_2, COUNT or RECORD,
-        )  # fmt: skip
+                dy_MN *= linear_part(up_MN, ACTIVATION)
+            y_MN = gradient(dy_MN, x_MN, ACTIVATION)
+        seen = put(y_MN, rows, first, N, M, K, s, outputs, seen, HOW, GROUP, OUT, POWER_OF_2, NOTE)
     end(seen, slot, tl.cast(M, tl.int64) * K, HOW, COUNT, RECORD)
 
 
@@ -122,71 +80,42 @@ def act_quantize(x_MK: torch.Tensor, kind: str, to, up_MN: torch.Tensor | None =
     x_MK, up_MN: FP32, BF16 or FP16, any strides.  kind: of FUNCTIONS.  to: the reference's Store.
     """
     x_MN, up_MN = _halves(x_MK, kind, up_MN)
-    m, n = x_MN.shape
-    by_row = to.cast is not None and (to.cast.rows, to.cast.cols) == (1, -1) and not to.transposed and n <= WIDEST_ROW
-    tile = _row_tile(n) if by_row else _tile(to, n)
-    target = Target((m, n), x_MN, to, tile.n if by_row else 0, turns=True)
-    if x_MN.numel() == 0:
-        return target.result(0)
-    grid = programs(triton.cdiv(m, tile.m) * triton.cdiv(n, tile.n), tile.warps, x_MN.device)
-    _act_kernel[(grid,)](
-        x_MN, up_MN,  # inputs
-        *target.pointers,  # outputs
-        m, n, *x_MN.stride(), *_strides(up_MN), *target.place,  # sizes
-        ACTIVATION=FUNCTIONS[kind], **target.constants,  # constants
-        BLOCK_M=tile.m, BLOCK_N=tile.n, num_warps=tile.warps,
-    )  # fmt: skip
-    return target.result(grid)
+    n, cast = x_MN.shape[1], to.cast
+    by_row = cast is not None and (cast.rows, cast.cols) == (1, -1) and not to.transposed and n <= WIDEST_ROW
+    tile = row_tile(n) if by_row else _tile(cast, n)
+    target = Target(tuple(x_MN.shape), x_MN, to, tile.n, turns=True)
+    return _launched(target, tile, (None, x_MN, up_MN, None, None), kind)
 
 
 def act_quantize_backward(
     dy_MN: torch.Tensor, x_MK: torch.Tensor, kind: str, to, up_MN: torch.Tensor | None = None
 ) -> tuple:
     """(dx, (q, scale), (q^T, scale), dup, dbias), as the twin's ActGradients; None for codes that the caller makes."""
-    (m, n), k, apart = dy_MN.shape, x_MK.shape[1], up_MN is not None
-    if k != n and n % GROUP_COLUMNS and _by_128(to):
+    n, (m, k), apart = dy_MN.shape[1], x_MK.shape, up_MN is not None
+    if k != n and n % GROUP_COLUMNS and by_128(to.cast):
         to = to._replace(cast=None)  # a group would lie across dgate and dup
-    tile = _tile(to, n)
-    target = Target((m, k), x_MK, to, turns=True)
+    tile, target = _tile(to.cast, n), Target((m, k), x_MK, to, turns=True)
     dup_MN = torch.empty_like(target.data) if apart else None
     part_PK = None if apart else partial_sums(target.data, tile.m)
-    grid = programs(triton.cdiv(m, tile.m) * triton.cdiv(n, tile.n), tile.warps, x_MK.device)
-    if x_MK.numel():
-        gate_MN, up_MN = _halves(x_MK, kind, up_MN)
-        _act_backward_kernel[(grid,)](
-            dy_MN, gate_MN, up_MN,  # inputs
-            part_PK, dup_MN, *target.pointers,  # outputs
-            m, n, *dy_MN.stride(), *gate_MN.stride(), *_strides(up_MN), *target.place,  # sizes
-            ACTIVATION=FUNCTIONS[kind], **target.constants,  # constants
-            BLOCK_M=tile.m, BLOCK_N=tile.n, num_warps=tile.warps,
-        )  # fmt: skip
-    return *target.result(grid), dup_MN, None if part_PK is None else column_sums(part_PK, torch.float32)
+    made = _launched(target, tile, (dy_MN, *_halves(x_MK, kind, up_MN), part_PK, dup_MN), kind)
+    return *made, dup_MN, None if part_PK is None else column_sums(part_PK, torch.float32)
 
 
-def _halves(x_MK: torch.Tensor, kind: str, up_MN: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
+def _launched(target: Target, tile: Tile, given: tuple, kind: str) -> tuple:
+    """given: dy or None, x, up or None, and what backward writes beside dx."""
+    strides = [stride for x in given[:3] for stride in ((0, 1) if x is None else x.stride())]
+    return target.launch(_act_kernel, tile, given, (*given[1].shape, *strides), ACTIVATION=FUNCTIONS[kind])
+
+
+def _halves(x_MK: torch.Tensor, kind: str, up_MN: torch.Tensor | None) -> Sequence[torch.Tensor | None]:
     """(x, None) of a plain kind, (gate, up) of a gated one, as views."""
     if kind not in GATED or up_MN is not None:
         return x_MK, up_MN
-    n = x_MK.shape[1] // 2
-    return x_MK[:, :n], x_MK[:, n:]
+    return x_MK.chunk(2, 1)
 
 
-def _strides(up_MN: torch.Tensor | None) -> tuple[int, int]:
-    return (0, 1) if up_MN is None else up_MN.stride()
-
-
-def _by_128(to) -> bool:
-    return to.cast is not None and to.cast.cols == GROUP_COLUMNS
-
-
-def _tile(to, n: int) -> Tile:
+def _tile(cast, n: int) -> Tile:
     """16 elements a thread; 4 of rows that are read and written element by element."""
-    if _by_128(to):
+    if by_128(cast):
         return Tile(32, GROUP_COLUMNS, 8)
     return Tile(64, 16, 8) if n % MULTIPLE else Tile(64, 64, 8)
-
-
-def _row_tile(n: int) -> Tile:
-    """Whole rows, 16 elements a thread, 32 of the widest."""
-    width = max(128, triton.next_power_of_2(n))
-    return Tile(max(1, 2048 // width), width, min(16, max(4, width // 512)))

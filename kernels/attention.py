@@ -20,31 +20,25 @@ import triton
 import triton.language as tl
 from triton.language.target_info import cuda_capability_geq
 
+from fp8engine.kernels.attention_cast import BLOCK
 from fp8engine.kernels.constant import Constant
 from fp8engine.kernels.rounding import E4M3_MAX, round_to_grid
 
-BLOCK = 64  # queries of a program, keys of a step: what shares a scale
 LOG2_448 = Constant(8.807354922057604)
 TINY = Constant(2.0**-126)  # a factor of 0 would make NaN of the -Inf of a masked score
-WARPS, STAGES = 4, 3
+WARPS, STAGES = 4, 3  # of a program with BLOCK queries, whose steps have BLOCK keys
 
 
 @triton.jit
-def first_key(row, offset, WINDOW: tl.constexpr, window, ROWS: tl.constexpr):
-    """The first key of the first block of keys that a query from `row` on sees."""
-    if WINDOW:
-        return tl.maximum(row + offset - window + 1, 0) // ROWS * ROWS
-    else:
-        return 0
-
-
-@triton.jit
-def last_key(row, offset, S, CAUSAL: tl.constexpr, ROWS: tl.constexpr):
-    """The end of the keys that ROWS queries from `row` on see."""
+def keys_of(row, S, offset, window, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, ROWS: tl.constexpr):
+    """The first key of the first block of keys, and the end of the keys, that ROWS queries from `row` on see."""
+    first = 0
+    last = S
     if CAUSAL:
-        return tl.minimum(row + ROWS + offset, S)
-    else:
-        return S
+        last = tl.minimum(row + ROWS + offset, S)
+    if WINDOW:
+        first = tl.maximum(row + offset - window + 1, 0) // ROWS * ROWS
+    return first, last
 
 
 @triton.jit
@@ -104,7 +98,8 @@ def _attention_kernel(
     top = tl.full((ROWS,), float("-inf"), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
     o_TD = tl.zeros((ROWS, W), tl.float32)
-    for key in tl.range(first_key(row, offset, WINDOW, window, ROWS), last_key(row, offset, S, CAUSAL, ROWS), ROWS):
+    first, last = keys_of(row, S, offset, window, CAUSAL, WINDOW, ROWS)
+    for key in tl.range(first, last, ROWS):
         k_SD = tl.load(k + tl.cast(key, tl.int64) * W + (down[:, None] * W + across[None, :]))
         f = tl.maximum(factor_q * tl.load(scale_k + key // ROWS), TINY)
         scores = tl.dot(q_TD, k_SD.T)
@@ -122,6 +117,7 @@ def _attention_kernel(
         weight = gained * tl.load(scale_v + key // ROWS)
         o_TD = tl.fma(weighted, weight[:, None], o_TD * kept[:, None])
     o_TD *= tl.where(total == 0, 0.0, tl.div_rn(1.0, total))[:, None]
+    # Not by store_rows: of 64 columns it leaves the loop a lower ceiling.
     inside = (row + down)[:, None] < T
     if D < W:
         inside = inside & (across < D)[None, :]
@@ -138,11 +134,10 @@ def attention(q, k, v, form, factor: float, shape, dtype: torch.dtype) -> torch.
     t, s, d = shape
     b, h, padded, width = q[0].shape
     o = torch.empty(b, t, h, d, dtype=dtype, device=q[0].device)
-    if o.numel():
-        _attention_kernel[(padded // BLOCK, b * h)](
-            q[0], k[0], v[0], q[1], k[1], v[1], o,  # inputs, output
-            t, s, h, h // k[0].shape[1], form.offset, form.window, factor,  # sizes
-            D=d, W=width, ROWS=BLOCK, CAUSAL=form.causal, WINDOW=form.causal and form.window > 0,  # constants
-            num_warps=WARPS, num_stages=STAGES,
-        )  # fmt: skip
+    _attention_kernel[(padded // BLOCK, b * h)](
+        q[0], k[0], v[0], q[1], k[1], v[1], o,  # inputs, output
+        t, s, h, h // k[0].shape[1], form.offset, form.window, factor,  # sizes
+        D=d, W=width, ROWS=BLOCK, CAUSAL=form.causal, WINDOW=form.causal and form.window > 0,  # constants
+        num_warps=WARPS, num_stages=STAGES,
+    )  # fmt: skip
     return o

@@ -12,26 +12,16 @@ FP8 would be worth 4 dB of dQ and dK here.
 Twin: fp8engine/ops/reference/attention_backward.py.  Source: FlashAttention-2, arXiv 2307.08691, section 3.1.
 """
 
+import math
+
 import torch
 import triton
 import triton.language as tl
 
-from fp8engine.kernels.attention import BLOCK, finite, first_key, last_key, sees
-from fp8engine.kernels.attention_cast import load_rows
+from fp8engine.kernels.attention import finite, keys_of, sees
+from fp8engine.kernels.attention_cast import BLOCK, load_rows, store_rows
 
 WARPS, STAGES = 8, 2
-
-
-@triton.jit
-def _store_rows(x, value, row, T, stride, D: tl.constexpr):
-    """value [ROWS, W] into rows of D columns, cut off at T x D."""
-    down = tl.arange(0, value.shape[0])[:, None]
-    across = tl.arange(0, value.shape[1])[None, :]
-    inside = down < T - row
-    if D < value.shape[1]:
-        inside = inside & (across < D)
-    corner = x + tl.cast(row, tl.int64) * stride
-    tl.store(corner + (down * stride + across), value.to(x.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=["T", "S", "offset", "window"])
@@ -66,7 +56,8 @@ def _by_queries_kernel(
     weighted = tl.zeros((ROWS,), tl.float32)
     a = tl.zeros((ROWS, W), tl.float32)
     b = tl.zeros((ROWS, W), tl.float32)
-    for key in tl.range(first_key(row, offset, WINDOW, window, ROWS), last_key(row, offset, S, CAUSAL, ROWS), ROWS):
+    first, last = keys_of(row, S, offset, window, CAUSAL, WINDOW, ROWS)
+    for key in tl.range(first, last, ROWS):
         k_SD = load_rows(k, key, S, stride_kt, D, W, ROWS).to(HALF)
         v_SD = tl.load(v8 + tl.cast(key, tl.int64) * W + (down[:, None] * W + across[None, :]))
         scores = tl.dot(q_TD, k_SD.T)
@@ -86,7 +77,7 @@ def _by_queries_kernel(
     tl.store(level + place * ROWS + down, tl.where(total == 0, 0.0, top + tl.log2(total)))
     tl.store(delta + place * ROWS + down, mean)
     dq_TD = tl.fma(-mean[:, None], b, a) * (inverse * scale)[:, None]
-    _store_rows(dq + (tl.cast(batch, tl.int64) * T * H + head % H) * D, dq_TD, row, T, H * D, D)
+    store_rows(dq + (tl.cast(batch, tl.int64) * T * H + head % H) * D, dq_TD, row, T, H * D, D)
 
 
 @triton.jit(do_not_specialize=["T", "S", "offset", "window"])
@@ -140,8 +131,8 @@ def _by_keys_kernel(
             dv_SD = tl.dot(p.to(HALF), do_TD, dv_SD)
             dk_SD = tl.dot(ds.to(HALF), q_TD, dk_SD)
     there = (tl.cast(batch, tl.int64) * S * count + shared % count) * D
-    _store_rows(dk + there, dk_SD * scale, key, S, count * D, D)
-    _store_rows(dv + there, dv_SD, key, S, count * D, D)
+    store_rows(dk + there, dk_SD * scale, key, S, count * D, D)
+    store_rows(dv + there, dv_SD, key, S, count * D, D)
 
 
 def attention_backward(do, q, k, do8, v8, form, factor: float):
@@ -160,14 +151,13 @@ def attention_backward(do, q, k, do8, v8, form, factor: float):
     constants = {"D": d, "W": width, "ROWS": BLOCK, "HALF": half, "CAUSAL": form.causal, "num_warps": WARPS}
     constants |= {"WINDOW": form.causal and form.window > 0, "num_stages": STAGES}
     numbers = form.offset, form.window, factor, form.scale, turn
-    if dq.numel():
-        _by_queries_kernel[(padded // BLOCK, b * h)](
-            q, k, do8[0], v8[0], do8[1], v8[1], dq, level, delta,  # inputs, outputs
-            t, s, h, h // of_keys, *q.stride()[:3], *k.stride()[:3], *numbers, **constants,  # sizes, constants
-        )  # fmt: skip
-    if dk.numel():
-        _by_keys_kernel[(triton.cdiv(s, BLOCK), b * of_keys)](
-            q, k, do, do8[0], v8[0], do8[1], v8[1], level, delta, dk, dv,
-            t, s, h, h // of_keys, *q.stride()[:3], *k.stride()[:3], *do.stride()[:3], *numbers, **constants,
-        )  # fmt: skip
+    given = t, s, h, h // of_keys, *q.stride()[:3], *k.stride()[:3]
+    _by_queries_kernel[(padded // BLOCK, b * h)](
+        q, k, do8[0], v8[0], do8[1], v8[1], dq, level, delta,  # inputs, outputs
+        *given, *numbers, **constants,  # sizes, constants
+    )  # fmt: skip
+    _by_keys_kernel[(math.ceil(s / BLOCK), b * of_keys)](
+        q, k, do, do8[0], v8[0], do8[1], v8[1], level, delta, dk, dv,
+        *given, *do.stride()[:3], *numbers, **constants,
+    )  # fmt: skip
     return dq, dk, dv

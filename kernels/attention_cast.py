@@ -12,6 +12,8 @@ Twin: `attention_cast` in fp8engine/ops/reference/attention.py.
 Source: FlashAttention-3, arXiv 2407.08608, section 3.3.
 """
 
+import math
+
 import torch
 import triton
 import triton.language as tl
@@ -24,15 +26,29 @@ WARPS = 4
 
 
 @triton.jit
-def load_rows(x, row, T, stride_t, D: tl.constexpr, W: tl.constexpr, ROWS: tl.constexpr):
-    """x[row : row + ROWS, :D] of a head whose columns lie together, zeros outside of T x D, [ROWS, W]."""
+def _rows(x, row, T, stride_t, D: tl.constexpr, W: tl.constexpr, ROWS: tl.constexpr):
+    """Addresses of x[row : row + ROWS] of a head whose columns lie together, [ROWS, W], and which lie in T x D."""
     down = tl.arange(0, ROWS)[:, None]
     across = tl.arange(0, W)[None, :]
     corner = x + tl.cast(row, tl.int64) * stride_t
     inside = down < T - row
     if D < W:
         inside = inside & (across < D)
-    return tl.load(corner + (down * stride_t + across), mask=inside, other=0.0)
+    return corner + (down * stride_t + across), inside
+
+
+@triton.jit
+def load_rows(x, row, T, stride_t, D: tl.constexpr, W: tl.constexpr, ROWS: tl.constexpr):
+    """x[row : row + ROWS, :D], zeros outside of T x D, [ROWS, W]."""
+    at, inside = _rows(x, row, T, stride_t, D, W, ROWS)
+    return tl.load(at, mask=inside, other=0.0)
+
+
+@triton.jit
+def store_rows(x, value, row, T, stride_t, D: tl.constexpr):
+    """x[row : row + ROWS, :D] = value [ROWS, W], cut off at T x D."""
+    at, inside = _rows(x, row, T, stride_t, D, value.shape[1], value.shape[0])
+    tl.store(at, value.to(x.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -71,13 +87,12 @@ def attention_cast(x: torch.Tensor, rotation: torch.Tensor | None, width: int, t
     x: any strides, columns together.  rotation: R^T [W, W] in 16 bits, x's own dtype where that has 16.
     """
     b, h, t, d = x.shape
-    blocks = triton.cdiv(t, BLOCK)
+    blocks = math.ceil(t / BLOCK)
     shape = (b, h, width, blocks * BLOCK) if transposed else (b, h, blocks * BLOCK, width)
     codes = torch.empty(shape, dtype=torch.float8_e4m3fn, device=x.device)
     scale = torch.empty(b, h, blocks, dtype=torch.float32, device=x.device)
-    if codes.numel():
-        _attention_cast_kernel[(blocks, b * h)](
-            x, rotation, codes, scale, t, h, *x.stride()[:3],
-            D=d, W=width, ROWS=BLOCK, TRANSPOSED=transposed, num_warps=WARPS,
-        )  # fmt: skip
+    _attention_cast_kernel[(blocks, b * h)](
+        x, rotation, codes, scale, t, h, *x.stride()[:3],
+        D=d, W=width, ROWS=BLOCK, TRANSPOSED=transposed, num_warps=WARPS,
+    )  # fmt: skip
     return codes, scale

@@ -6,9 +6,11 @@
 A program takes whole rows, one after another: a row is read once and stays in registers.  All of it in FP32.  Bytes an
 element of BF16: forward 2 read and 2 written, and its codes as produce.py says; backward 4 read and 2 written.  dw and
 db are summed over a program's rows in registers, then over programs in a fixed order; rows over 4,096 leave no
-registers for that: a kernel of its own reads dy and x again (4).
+registers for that: a launch of its own reads dy and x again (4).
 Twin: fp8engine/ops/reference/norm_quantize.py, which names the papers.
 """
+
+import math
 
 import torch
 import triton
@@ -16,27 +18,12 @@ import triton.language as tl
 
 from fp8engine.kernels.column_sums import column_sums
 from fp8engine.kernels.launch import MULTIPLE, describable
-from fp8engine.kernels.produce import Target, begin, end, programs, put
+from fp8engine.kernels.produce import WIDEST_ROW, Target, begin, end, programs, put, read, row_tile
 
-WIDEST = 16384  # columns that 16 warps hold, 32 FP32 elements a thread
 WIDEST_ODD = 4096  # of rows read and written element by element, each with an address and a mask of its own
 WIDEST_WITH_SUMS = 4096  # with sums for dw and db, and dy, beside them
-NARROWEST = 128  # a group of columns
-ELEMENTS = 2048  # of a tile of narrow rows
-SUM_COLUMNS, SUM_ROWS = 64, 32  # a tile of the kernel that only sums: 16 elements a thread
+SUM_COLUMNS, SUM_ROWS = 64, 32  # a tile of the launch that only sums: 16 elements a thread
 STRIPES = 32  # of rows that it sums: 16,384 columns make 8,192 programs
-
-
-@triton.jit
-def read_rows(x, rows, columns, M, K, stride_m, stride_k, AGAIN: tl.constexpr = False):
-    """Whole rows in FP32, 0 beyond their end."""
-    inside = (rows[:, None] < M) & (columns[None, :] < K)
-    at = rows[:, None] * stride_m + columns[None, :].to(tl.int64) * stride_k
-    if AGAIN:  # another instruction, which the compiler does not take for the one before
-        x_RK = tl.load(x + at, mask=inside, other=0.0, eviction_policy="evict_first")
-    else:
-        x_RK = tl.load(x + at, mask=inside, other=0.0)
-    return x_RK.to(tl.float32)
 
 
 @triton.jit
@@ -55,25 +42,33 @@ def gamma(weight, columns, K, stride, ZERO_CENTERED: tl.constexpr):
     return w_K
 
 
+@triton.jit
+def normed(x_RK, rows, M, rstd_R, mean):
+    """n of rows of x, by what forward has kept of them."""
+    if mean is not None:
+        x_RK -= tl.load(mean + rows, mask=rows < M, other=0.0)[:, None]
+    return x_RK * rstd_R[:, None]
+
+
 @triton.jit(do_not_specialize=["index", "stride_live", "stride_counts"])
 def _norm_kernel(
     x, weight, bias, rstd, mean, y, q, q_t, scale, work, live, counts,
     M, K, eps, stride_m, stride_k, stride_w, stride_b, index, stride_live, stride_counts,
-    LAYER: tl.constexpr, ZERO_CENTERED: tl.constexpr, HOW: tl.constexpr, GROUP: tl.constexpr, OUT: tl.constexpr,
-    POWER_OF_2: tl.constexpr, COUNT: tl.constexpr, RECORD: tl.constexpr, ROWS: tl.constexpr, BLOCK_K: tl.constexpr,
+    ZERO_CENTERED: tl.constexpr, HOW: tl.constexpr, GROUP: tl.constexpr, OUT: tl.constexpr,
+    POWER_OF_2: tl.constexpr, COUNT: tl.constexpr, RECORD: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     outputs = (y, q, q_t, scale, None, 0)
     slot = (work, live, counts, index, stride_live, stride_counts)
     s, seen = begin(q, slot, HOW)
-    columns = tl.arange(0, BLOCK_K)
+    columns = tl.arange(0, COLUMNS)
     # Addresses computed before the loop take registers; with means, twice as wide rows leave none for computing them
     # inside.
-    HERE: tl.constexpr = BLOCK_K <= 8192 or not LAYER
+    HERE: tl.constexpr = COLUMNS <= 8192 or mean is None
     step = tl.num_programs(0) * ROWS
     for first in tl.range(tl.program_id(0) * ROWS, M, step, disable_licm=HERE):
         rows = (first + tl.arange(0, ROWS)).to(tl.int64)
-        y_RK = read_rows(x, rows, columns, M, K, stride_m, stride_k)
-        if LAYER:
+        y_RK = read(x, rows, columns, M, K, stride_m, stride_k)
+        if mean is not None:
             mean_R = row_means(y_RK, K)
             y_RK = tl.where(columns[None, :] < K, y_RK - mean_R[:, None], 0.0)
             tl.store(mean + rows, mean_R, mask=rows < M)
@@ -93,81 +88,59 @@ def _norm_kernel(
 def _norm_backward_kernel(
     dy, x, weight, rstd, mean, dx, part_w, part_b,
     M, K, stride_dm, stride_dk, stride_m, stride_k, stride_w,
-    ZERO_CENTERED: tl.constexpr, ROWS: tl.constexpr, BLOCK_K: tl.constexpr,
+    ZERO_CENTERED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    columns = tl.arange(0, BLOCK_K)
-    dw_RK = tl.zeros((ROWS, BLOCK_K), tl.float32)
-    db_RK = tl.zeros((ROWS, BLOCK_K), tl.float32)
-    RELOAD: tl.constexpr = BLOCK_K > 8192  # registers for the means or for dx, not for both: the row comes from cache
-    step = tl.num_programs(0) * ROWS  # disable_licm: addresses computed before the loop would be spilled
-    for first in tl.range(tl.program_id(0) * ROWS, M, step, disable_licm=True):
+    """dx, and dw and db of the rows that a program takes: every so many-th tile of rows.
+
+    dx is None: only dw and db, of COLUMNS columns, where a row is too wide to sum while dx is made.
+    """
+    WHOLE: tl.constexpr = dx is not None
+    DOWN: tl.constexpr = 0 if WHOLE else 1  # the axis of programs that take different rows
+    RELOAD: tl.constexpr = COLUMNS > 8192  # registers for the means or for dx, not for both: the row comes from cache
+    columns = tl.arange(0, COLUMNS)
+    if not WHOLE:
+        columns += tl.program_id(0) * COLUMNS
+    dw_RK = tl.zeros((ROWS, COLUMNS), tl.float32)
+    db_RK = tl.zeros((ROWS, COLUMNS), tl.float32)
+    step = tl.num_programs(DOWN) * ROWS  # disable_licm: addresses computed before the loop would be spilled
+    for first in tl.range(tl.program_id(DOWN) * ROWS, M, step, disable_licm=WHOLE):
         rows = (first + tl.arange(0, ROWS)).to(tl.int64)
-        g_RK = read_rows(dy, rows, columns, M, K, stride_dm, stride_dk)
-        n_RK = read_rows(x, rows, columns, M, K, stride_m, stride_k)
+        g_RK = read(dy, rows, columns, M, K, stride_dm, stride_dk)
+        n_RK = read(x, rows, columns, M, K, stride_m, stride_k)
         rstd_R = tl.load(rstd + rows, mask=rows < M, other=0.0)
-        if mean is not None:
-            n_RK -= tl.load(mean + rows, mask=rows < M, other=0.0)[:, None]
-        n_RK *= rstd_R[:, None]
+        n_RK = normed(n_RK, rows, M, rstd_R, mean)
         if part_w is not None:
             dw_RK += g_RK * n_RK
         if part_b is not None:
             db_RK += g_RK
-        if weight is not None:
-            g_RK *= gamma(weight, columns, K, stride_w, ZERO_CENTERED)[None, :]
-        along_R = row_means(g_RK * n_RK, K)  # beyond a row's end g is 0
-        if mean is not None:
-            offset_R = row_means(g_RK, K)
-        if RELOAD:
-            g_RK = read_rows(dy, rows, columns, M, K, stride_dm, stride_dk, True)
-            n_RK = read_rows(x, rows, columns, M, K, stride_m, stride_k, True)
-            if mean is not None:
-                n_RK -= tl.load(mean + rows, mask=rows < M, other=0.0)[:, None]
-            n_RK *= rstd_R[:, None]
+        if WHOLE:
             if weight is not None:
                 g_RK *= gamma(weight, columns, K, stride_w, ZERO_CENTERED)[None, :]
-        dx_RK = g_RK - n_RK * along_R[:, None]
-        if mean is not None:
-            dx_RK -= offset_R[:, None]
-        inside = (rows[:, None] < M) & (columns[None, :] < K)
-        dx_RK = (dx_RK * rstd_R[:, None]).to(dx.dtype.element_ty)
-        tl.store(dx + (rows[:, None] * K + columns[None, :]), dx_RK, mask=inside)
-    at = tl.program_id(0).to(tl.int64) * K + columns
+            along_R = row_means(g_RK * n_RK, K)  # beyond a row's end g is 0
+            if mean is not None:
+                offset_R = row_means(g_RK, K)
+            if RELOAD:
+                g_RK = read(dy, rows, columns, M, K, stride_dm, stride_dk, True)
+                n_RK = normed(read(x, rows, columns, M, K, stride_m, stride_k, True), rows, M, rstd_R, mean)
+                if weight is not None:
+                    g_RK *= gamma(weight, columns, K, stride_w, ZERO_CENTERED)[None, :]
+            dx_RK = g_RK - n_RK * along_R[:, None]
+            if mean is not None:
+                dx_RK -= offset_R[:, None]
+            inside = (rows[:, None] < M) & (columns[None, :] < K)
+            dx_RK = (dx_RK * rstd_R[:, None]).to(dx.dtype.element_ty)
+            tl.store(dx + (rows[:, None] * K + columns[None, :]), dx_RK, mask=inside)
+    at = tl.program_id(DOWN).to(tl.int64) * K + columns
     if part_w is not None:
         tl.store(part_w + at, tl.sum(dw_RK, 0), mask=columns < K)
     if part_b is not None:
         tl.store(part_b + at, tl.sum(db_RK, 0), mask=columns < K)
 
 
-@triton.jit
-def _norm_sums_kernel(
-    dy, x, rstd, mean, part_w, part_b, M, K, stride_dm, stride_dk, stride_m, stride_k,
-    BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
-    """dw and db of every num_programs(1)-th tile of rows, where a row is too wide to sum while dx is made."""
-    columns = tl.program_id(0) * BLOCK_K + tl.arange(0, BLOCK_K)
-    dw_MK = tl.zeros((BLOCK_M, BLOCK_K), tl.float32)
-    db_MK = tl.zeros((BLOCK_M, BLOCK_K), tl.float32)
-    for first in range(tl.program_id(1) * BLOCK_M, M, tl.num_programs(1) * BLOCK_M):
-        rows = (first + tl.arange(0, BLOCK_M)).to(tl.int64)
-        dy_MK = read_rows(dy, rows, columns, M, K, stride_dm, stride_dk)
-        if part_w is not None:
-            n_MK = read_rows(x, rows, columns, M, K, stride_m, stride_k)
-            if mean is not None:
-                n_MK -= tl.load(mean + rows, mask=rows < M, other=0.0)[:, None]
-            dw_MK += dy_MK * (n_MK * tl.load(rstd + rows, mask=rows < M, other=0.0)[:, None])
-        if part_b is not None:
-            db_MK += dy_MK
-    at = tl.program_id(1).to(tl.int64) * K + columns
-    if part_w is not None:
-        tl.store(part_w + at, tl.sum(dw_MK, 0), mask=columns < K)
-    if part_b is not None:
-        tl.store(part_b + at, tl.sum(db_MK, 0), mask=columns < K)
-
-
 def unsupported(shape: tuple[int, int]) -> str | None:
     """Why the kernels do not compute a norm of x of that shape, or None."""
-    if shape[1] > WIDEST:
-        return f"rows of {shape[1]} columns; a program holds {WIDEST}"
+    if shape[1] > WIDEST_ROW:
+        return f"rows of {shape[1]} columns; a program holds {WIDEST_ROW}"
     if shape[1] > WIDEST_ODD and shape[1] % MULTIPLE:
         return f"rows of {shape[1]} columns, no multiple of {MULTIPLE}; of such a program holds {WIDEST_ODD}"
     return None
@@ -181,22 +154,17 @@ def norm_quantize(
     x_MK: FP32, BF16 or FP16, any strides.  norm, to: the reference's Norm and Store.
     """
     m, k = x_MK.shape
-    x_MK = _readable(x_MK)
-    rows, width, warps = _tile(k)
-    target = Target((m, k), x_MK, to, width)
+    x_MK, tile = _readable(x_MK), row_tile(k)
     rstd_M = torch.empty(m, dtype=torch.float32, device=x_MK.device)
     mean_M = torch.empty_like(rstd_M) if norm.kind == "layer" else None
-    grid = programs(triton.cdiv(m, rows), warps, x_MK.device)
-    if x_MK.numel() == 0:  # a row without elements has the mean of nothing
-        return *target.result(0), (rstd_M.fill_(float("nan")), None if mean_M is None else mean_M.fill_(float("nan")))
-    _norm_kernel[(grid,)](
-        x_MK, weight_K, bias_K,  # inputs
-        rstd_M, mean_M, *target.pointers,  # outputs
-        m, k, norm.eps, *x_MK.stride(), _stride(weight_K), _stride(bias_K), *target.place,  # sizes
-        LAYER=norm.kind == "layer", ZERO_CENTERED=norm.zero_centered, **target.constants,  # constants
-        ROWS=rows, BLOCK_K=width, num_warps=warps,
-    )  # fmt: skip
-    return *target.result(grid), (rstd_M, mean_M)
+    made = Target((m, k), x_MK, to, tile.n).launch(
+        _norm_kernel,
+        tile,
+        (x_MK, weight_K, bias_K, rstd_M, mean_M),
+        (m, k, norm.eps, *x_MK.stride(), _stride(weight_K), _stride(bias_K)),
+        ZERO_CENTERED=norm.zero_centered,
+    )
+    return *made, (rstd_M, mean_M)
 
 
 def norm_quantize_backward(
@@ -208,31 +176,22 @@ def norm_quantize_backward(
     """
     m, k = x_MK.shape
     dy_MK, x_MK = _readable(dy_MK), _readable(x_MK)
-    height, width, warps = _tile(k)
+    tile, wide = row_tile(k), k > WIDEST_WITH_SUMS
     dx_MK = torch.empty(m, k, dtype=x_MK.dtype, device=x_MK.device)
     dtype = x_MK.dtype if weight_K is None else weight_K.dtype
-    count = programs(triton.cdiv(m, height), warps, x_MK.device)
-    wide = k > WIDEST_WITH_SUMS
-    height_of_parts = min(STRIPES, triton.cdiv(m, SUM_ROWS)) if wide else count
+    count = programs(math.ceil(m / tile.m), tile.warps, x_MK.device)
+    height = min(STRIPES, math.ceil(m / SUM_ROWS)) if wide else count
     parts = [
-        torch.empty(height_of_parts, k, dtype=torch.float32, device=x_MK.device) if wanted else None
+        torch.empty(height, k, dtype=torch.float32, device=x_MK.device) if wanted else None
         for wanted in (weight_K is not None, rows.mean_M is not None)
     ]
-    if x_MK.numel() == 0:
-        return dx_MK, *(None if part is None else part.new_zeros(k, dtype=dtype) for part in parts)
-    _norm_backward_kernel[(count,)](
-        dy_MK, x_MK, weight_K, rows.rstd_M, rows.mean_M,  # inputs
-        dx_MK, *([None, None] if wide else parts),  # outputs
-        m, k, *dy_MK.stride(), *x_MK.stride(), _stride(weight_K),  # sizes
-        ZERO_CENTERED=norm.zero_centered, ROWS=height, BLOCK_K=width, num_warps=warps,  # constants
-    )  # fmt: skip
+    given = dy_MK, x_MK, weight_K, rows.rstd_M, rows.mean_M
+    told = m, k, *dy_MK.stride(), *x_MK.stride(), _stride(weight_K), norm.zero_centered
+    written = (None, None) if wide else parts
+    _norm_backward_kernel[(count,)](*given, dx_MK, *written, *told, tile.m, tile.n, num_warps=tile.warps)
     if wide and parts != [None, None]:
-        _norm_sums_kernel[(triton.cdiv(k, SUM_COLUMNS), min(STRIPES, triton.cdiv(m, SUM_ROWS)))](
-            dy_MK, x_MK, rows.rstd_M, rows.mean_M,  # inputs
-            *parts,  # outputs
-            m, k, *dy_MK.stride(), *x_MK.stride(),  # sizes
-            BLOCK_M=SUM_ROWS, BLOCK_K=SUM_COLUMNS, num_warps=4,  # constants
-        )  # fmt: skip
+        grid = math.ceil(k / SUM_COLUMNS), height
+        _norm_backward_kernel[grid](*given, None, *parts, *told, SUM_ROWS, SUM_COLUMNS, num_warps=4)
     return dx_MK, *(None if part is None else column_sums(part, dtype) for part in parts)
 
 
@@ -244,9 +203,3 @@ def _readable(x_MK: torch.Tensor) -> torch.Tensor:
     """x, copied where its rows are wide and would be read element by element."""
     wide = x_MK.shape[0] and x_MK.shape[1] > WIDEST_ODD
     return x_MK.clone(memory_format=torch.contiguous_format) if wide and not describable(x_MK) else x_MK
-
-
-def _tile(k: int) -> tuple[int, int, int]:
-    """Rows, columns and warps of a program: 16 elements a thread, 32 of the widest rows."""
-    width = max(NARROWEST, triton.next_power_of_2(k))
-    return max(1, ELEMENTS // width), width, min(16, max(4, width // 512))

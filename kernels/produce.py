@@ -1,4 +1,6 @@
-"""Stores of kernels that make a tensor in FP32: its values rounded to 16 bits and, beside them, their FP8 codes.
+"""What norms and activations share: their tiles, loads and launch, and the stores of a result that is made in FP32.
+
+What is stored is the result rounded to 16 bits and, beside it, its FP8 codes:
 
     y        the values rounded to x's dtype, which is the result; all below is of y, bit for bit as a cast of y has it
     plain    no codes: the caller casts y
@@ -13,6 +15,9 @@ a cast of its own would read y three times.  So one launch measures for both, an
 Twins: `store` in fp8engine/ops/reference/cast_transpose.py, and quantize.py and scale.py beside it.
 """
 
+import math
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -24,7 +29,34 @@ from fp8engine.kernels.rounding import is_finite, largest, saturating_cast
 from fp8engine.kernels.scaling import WORK, counted, finish, flushes, peak, rounded_again, scale_factor, scale_of, total
 
 GROUP_COLUMNS = 128
+WIDEST_ROW = 16384  # columns that 16 warps hold, 32 FP32 elements a thread
+ELEMENTS = 2048  # of a tile of narrow rows
 RESIDENT_WARPS = 32  # programs for half of a multiprocessor's 64 warps leave each thread 64 registers
+
+
+class Tile(NamedTuple):
+    """Rows and columns of a tile, warps of a program."""
+
+    m: int
+    n: int
+    warps: int
+
+
+def row_tile(n: int) -> Tile:
+    """A tile of whole rows of n columns: 16 elements a thread, 32 of the widest."""
+    width = max(GROUP_COLUMNS, 1 << (n - 1).bit_length())
+    return Tile(max(1, ELEMENTS // width), width, min(16, max(4, width // 512)))
+
+
+@triton.jit
+def read(x, rows, columns, M, K, stride_m, stride_k, AGAIN: tl.constexpr = False):
+    """Some rows and columns of x [M, K] in FP32, 0 beyond its edges.  rows: INT64.
+
+    AGAIN: by another instruction, which the compiler does not take for the one before.
+    """
+    inside = (rows[:, None] < M) & (columns[None, :] < K)
+    at = rows[:, None] * stride_m + columns[None, :].to(tl.int64) * stride_k
+    return tl.load(x + at, mask=inside, other=0.0, eviction_policy="evict_first" if AGAIN else "").to(tl.float32)
 
 
 @triton.jit
@@ -122,51 +154,65 @@ class Target:
 
     like: of y's dtype and device.  tile_n: columns of a tile that may hold a whole row, whose scale is then found
     there; 0: none does.  turns: whether tiles have rows enough to store q^T.  y is contiguous, so is all else here.
+    No size is 0: ops/norm_act.py leaves what holds nothing to the twin.
     """
 
     def __init__(self, shape: tuple[int, int], like: torch.Tensor, to, tile_n: int = 0, turns: bool = False):
-        cast, self.slot = to.cast, to.slot
+        cast, slot = to.cast, to.slot
+        self.to, self.mode = to, mode_of(to, shape, tile_n, turns)
         self.data = torch.empty(shape, dtype=like.dtype, device=like.device)
-        self.mode = mode_of(to, shape, tile_n, turns)
-        self.cast, codes = cast, (None, None, None)
-        predicted = cast is not None and cast.delayed and self.slot is not None
-        (live, counts), self.place, (count, record) = told(self.slot)
-        self.work = None
+        self.codes, self.work, grouped = (None, None, None), None, self.mode == "group"
+        (live, counts), self.place, (count, record) = told(slot)
         if self.mode == "tensor":
-            codes, self.work = tensor_results(self.data, cast, to.transposed), workspace(like.device)
-        elif self.mode == "group":
+            self.codes, self.work = tensor_results(self.data, cast, to.transposed), workspace(like.device)
+        elif grouped:
             q_MK = torch.empty(shape, dtype=cast.dtype, device=like.device)
-            codes = q_MK, None, torch.empty(cast.scale_shape(*shape), dtype=torch.float32, device=like.device)
+            self.codes = q_MK, None, torch.empty(cast.scale_shape(*shape), dtype=torch.float32, device=like.device)
             self.work = torch.zeros(WORK, dtype=torch.int32, device=like.device) if count or record else None
-        self.codes = codes
-        now = codes if self.mode == "group" or predicted else (None, None, None)
+        now = self.codes if grouped or (slot is not None and cast is not None and cast.delayed) else (None, None, None)
         # What every kernel is given, in this order; the scale of the tensor is the second launch's.
-        self.pointers = (self.data, *now[:2], now[2] if self.mode == "group" else None, self.work, live, counts)
+        self.pointers = (self.data, *now[:2], now[2] if grouped else None, self.work, live, counts)
         self.constants = {
             "HOW": self.mode,
-            "GROUP": GROUP_COLUMNS if cast is not None and cast.cols == GROUP_COLUMNS else max(tile_n, 1),
+            "GROUP": GROUP_COLUMNS if by_128(cast) else max(tile_n, 1),
             "OUT": triton_dtype(like.dtype if self.mode == "plain" else cast.dtype),
-            "POWER_OF_2": self.mode == "group" and cast.power_of_2,
-            "COUNT": self.mode == "tensor" or (self.mode == "group" and count),
-            "RECORD": self.mode == "group" and record,
+            "POWER_OF_2": grouped and cast.power_of_2,
+            "COUNT": self.mode == "tensor" or (grouped and count),
+            "RECORD": grouped and record,
         }
 
-    def result(self, programs: int) -> tuple:
-        """(y, (q, scale), (q^T, scale)), None for codes that the caller makes; after a launch of as many programs."""
+    def launch(self, kernel, tile: Tile, given: tuple, sizes: tuple, **constants) -> tuple:
+        """(y, (q, scale), (q^T, scale)), None for codes that the caller makes, made by that kernel.
+
+        given: its pointers before y's.  sizes: M, the columns that tiles lie in, and what it is told beside them.
+        """
+        tiles = math.ceil(sizes[0] / tile.m) * math.ceil(sizes[1] / tile.n)
+        count = programs(tiles, tile.warps, self.data.device)
+        kernel[(count,)](
+            *given,  # inputs, and outputs beside the codes
+            *self.pointers,  # outputs
+            *sizes, *self.place,  # sizes
+            **constants, **self.constants, ROWS=tile.m, COLUMNS=tile.n, num_warps=tile.warps,  # constants
+        )  # fmt: skip
         if self.mode == "tensor":
-            cast_measured(self.data, (self.work, programs, None), self.cast, self.slot, self.codes)
+            cast_measured(self.data, (self.work, count, None), self.to.cast, self.to.slot, self.codes)
         q_MK, q_KM, scale = self.codes
         return self.data, None if q_MK is None else (q_MK, scale), None if q_KM is None else (q_KM, scale)
 
 
+def by_128(cast) -> bool:
+    """Whether it scales groups of 128 columns."""
+    return cast is not None and cast.cols == GROUP_COLUMNS
+
+
 def mode_of(to, shape: tuple[int, int], tile_n: int, turns: bool) -> str:
     """Which of the ways above `to` asks for where tiles are tile_n wide, and hold rows enough to turn or not."""
-    cast, empty = to.cast, 0 in shape
-    if cast is None or empty:
+    cast = to.cast
+    if cast is None:
         return "plain"
     if cast.per_tensor:  # a prediction is cast at once, and what is cast at once is turned at once or not at all
         return "plain" if to.transposed and cast.delayed and not turns else "tensor"
-    whole = cast.cols == GROUP_COLUMNS or (cast.cols == -1 and shape[1] <= tile_n)
+    whole = by_128(cast) or (cast.cols == -1 and shape[1] <= tile_n)
     return "group" if cast.rows == 1 and whole and not (to.transposed or cast.delayed) else "plain"
 
 

@@ -45,7 +45,7 @@ MEMORY = {
     "of experts, 128x1": "quantize_experts 128x1 bfloat16 sm_90",
     "RMSNorm, 4,096 columns, predicted": "norm rms 4096 predicted sm_90: 1 _norm_kernel",
     "SwiGLU, predicted, with the transpose": "act swiglu predicted transposed sm_90: 1 _act_kernel",
-    "its backward, predicted": "act backward swiglu predicted sm_90: 1 _act_backward_kernel",
+    "its backward, predicted": "act backward swiglu predicted sm_90: 1 _act_kernel",
     "attention's cast, 128 columns": "attention_cast 128 sm_90",
 }
 

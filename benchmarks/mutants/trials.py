@@ -107,7 +107,10 @@ WAYS = {
     },
     "emulated": {
         "kernels/scaling.py": on_card(SCALES, "quantize"),
-        "kernels/produce.py": on_card(STORES, "produce", "act", "norm"),
+        "kernels/produce.py": Suite(
+            (*emulated("memory", "a_norm_far_apart"), *on_card("", "produce", "act", "norm").paths),
+            f"far_apart or {STORES}",
+        ),
         "kernels/matmul.py": Suite(
             (
                 "tests/emulated/test_hopper_sums.py",

@@ -5,7 +5,8 @@
 
 So codes are a cache: whoever finds none casts y and has the same.  Signatures and results are those of the twins in
 reference/.  Where casts run on Triton a kernel writes y, and in the same launches the codes that it can (produce.py);
-codes that it cannot are the casts'.  Elsewhere, and for rows too wide for a program of a norm, the twin runs.
+codes that it cannot are the casts'.  Elsewhere, for an x of no element and for rows too wide for a program of a norm,
+the twin runs.
 
 >>> y, q, q_t, rows = norm_quantize(torch.tensor([[3.0, 4.0]]), None, None, Norm("rms", eps=0.0))
 >>> y.tolist(), rows.rstd_M.tolist(), q, q_t
@@ -83,8 +84,7 @@ def norm_quantize_backward(
     _check_norm(name, norm, x_MK, weight_K, None)
     _same(name, "dy", dy_MK, x_MK.shape, "y's")
     for what, value in statistics.items():
-        if value is not None:
-            _same(name, what, value, x_MK.shape[:1], "one for each row of x")
+        _same(name, what, value, x_MK.shape[:1], "one for each row of x")
     if (rows.mean_M is None) != (norm.kind == "rms"):
         raise ShapeError(
             f"{name}: rows {'have no' if rows.mean_M is None else 'have a'} mean, and the norm is {norm.kind!r}; "
@@ -147,9 +147,10 @@ def _made(run: Callable[..., tuple], arguments: tuple, to: Store) -> tuple:
     if to.cast is None or (to.slot is not None and to.slot.group and to.cast.per_tensor):
         own = IN_16_BITS  # no codes; or under one scale for all ranks, which a cast of its own finds
     y, *found = run(*arguments, own.cast, own.transposed, slot=own.slot)
-    if to.cast is None:
-        return y, None, None, *found[4:]
-    codes = casts.operands(found[:4], own.cast, own.transposed) if own is to else _cast(y, to.cast, to)
+    if to.cast is None or own is to:
+        codes = casts.operands(found[:4], own.cast, own.transposed)
+    else:
+        codes = _cast(y, to.cast, to)
     return y, *codes, *found[4:]
 
 
@@ -183,8 +184,7 @@ def _check_norm(operation: str, norm: Norm, x_MK: torch.Tensor, weight_K, bias_K
     if norm.kind not in KINDS:
         raise UnknownName("norm", norm.kind, KINDS)
     for what, value in (("weight", weight_K), ("bias", bias_K)):
-        if value is not None:
-            _same(operation, what, value, x_MK.shape[1:], "one for each column of x")
+        _same(operation, what, value, x_MK.shape[1:], "one for each column of x")
 
 
 def _check_act(operation: str, kind: str, x_MK: torch.Tensor, up_MN: torch.Tensor | None) -> int:
@@ -206,22 +206,20 @@ def _check_act(operation: str, kind: str, x_MK: torch.Tensor, up_MN: torch.Tenso
     return k
 
 
-def _same(operation: str, what: str, value: torch.Tensor, shape, whose: str) -> None:
-    if tuple(value.shape) != tuple(shape):
+def _same(operation: str, what: str, value: torch.Tensor | None, shape, whose: str) -> None:
+    if value is not None and tuple(value.shape) != tuple(shape):
         raise ShapeError(f"{operation}: {what} is {list(value.shape)}; want {list(shape)}, {whose}")
 
 
-def _twin(x_MK: torch.Tensor):
-    """The module whose functions compute a norm here: that of casts, unless no kernel can."""
-    found = casts.twin(x_MK.device)
-    reason = None if found is reference else triton_backend.norm_unsupported(x_MK.shape)
-    if reason is None:
-        return found
-    if asked() == "triton":
+def _twin(x_MK: torch.Tensor, norm: bool):
+    """The module whose functions compute a norm or an activation here: that of casts, unless no kernel can."""
+    found = casts.twin(x_MK.device) if x_MK.numel() else reference
+    reason = triton_backend.norm_unsupported(x_MK.shape) if norm and found is triton_backend else None
+    if reason and asked() == "triton":
         raise BackendError(
             f"backend 'triton' cannot produce this from x {list(x_MK.shape)}: {reason}; use fe.backend('reference')"
         )
-    return reference
+    return reference if reason else found
 
 
 def _flat(y: torch.Tensor, q: tuple | None, q_t: tuple | None, to: Store) -> tuple[torch.Tensor | None, ...]:
@@ -229,9 +227,7 @@ def _flat(y: torch.Tensor, q: tuple | None, q_t: tuple | None, to: Store) -> tup
 
     q, q_t: the codes that were made with y; those that `to` asks for and that were not are made here.
     """
-    if to.cast is None:
-        return y, None, None, None, None
-    if q is None:
+    if q is None and to.cast is not None:
         q, q_t = _cast(y, to.cast, to)
     return y, *casts.taken_apart(q, q_t, to.cast)
 
@@ -272,7 +268,7 @@ def _act_backward_fake(dy, x, up, kind, *to):
 )
 def _norm_quantize(x, weight, bias, *rest, slot=None):
     norm, to = Norm(*rest[:3]), Store(*rest[3:], slot=slot)
-    y, q, q_t, rows = _twin(x).norm_quantize(x, weight, bias, norm, to)
+    y, q, q_t, rows = _twin(x, True).norm_quantize(x, weight, bias, norm, to)
     return *_flat(y, q, q_t, to), *rows
 
 
@@ -282,13 +278,13 @@ def _norm_quantize(x, weight, bias, *rest, slot=None):
     _norm_backward_fake,
 )
 def _norm_quantize_backward(dy, x, weight, rstd, mean, *norm) -> tuple:
-    return tuple(_twin(x).norm_quantize_backward(dy, x, weight, RowStatistics(rstd, mean), Norm(*norm)))
+    return tuple(_twin(x, True).norm_quantize_backward(dy, x, weight, RowStatistics(rstd, mean), Norm(*norm)))
 
 
 @operation(f"act_quantize(Tensor x, Tensor? up, str kind, {STORE}) -> {FIVE})", _act_fake, slot=True)
 def _act_quantize(x, up, kind, *to, slot=None):
     to = Store(*to, slot=slot)
-    return _flat(*casts.twin(x.device).act_quantize(x, kind, to, up), to)
+    return _flat(*_twin(x, False).act_quantize(x, kind, to, up), to)
 
 
 @operation(
@@ -298,7 +294,7 @@ def _act_quantize(x, up, kind, *to, slot=None):
 )
 def _act_quantize_backward(dy, x, up, kind, *to, slot=None):
     to = Store(*to, slot=slot)
-    dx, q, q_t, *others = casts.twin(x.device).act_quantize_backward(dy, x, kind, to, up)
+    dx, q, q_t, *others = _twin(x, False).act_quantize_backward(dy, x, kind, to, up)
     return *_flat(dx, q, q_t, to), *others
 
 

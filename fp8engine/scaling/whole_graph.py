@@ -30,8 +30,8 @@ ONE_GRAPH = (
 ENOUGH = 64  # graphs of one function: two for each set of formats that a block has had
 FEW_GRAPHS = (
     "auto's decisions compile a function anew for every set of formats, and where fullgraph=True compiles it, torch "
-    "ends the training (FailOnRecompileLimitHit) after torch._dynamo.config.recompile_limit graphs, which is {}: set it to "
-    f"{ENOUGH}, or compile without fullgraph"
+    "ends the training (FailOnRecompileLimitHit) after torch._dynamo.config.recompile_limit graphs, which is {}: "
+    f"set it to {ENOUGH}, or compile without fullgraph"
 )
 
 

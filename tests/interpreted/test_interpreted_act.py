@@ -258,12 +258,6 @@ def test_an_activation_without_a_gradient_is_an_error_and_not_another_ones_gradi
         Activation(torch.relu)  # pyright: ignore[reportCallIssue]
 
 
-@pytest.mark.parametrize("form", WAYS, ids=str)
-def test_codes_of_nothing_are_left_to_casts(form):
-    for shape in ((0, 6), (3, 0)):
-        assert act_quantize(torch.empty(shape), "relu", way(*form))[1:] == (None, None)
-
-
 def test_relu_passes_the_gradient_of_nan_and_none_at_zero():
     x, dy = torch.tensor([[math.nan, 0.0, -0.0, -1.0, 2.0, math.inf]]).requires_grad_(), torch.full((1, 6), 3.0)
     (wanted,) = torch.autograd.grad(torch.relu(x), x, dy)

@@ -146,7 +146,7 @@ def test_rows_beyond_the_last_count_nowhere(norm, form):
 
 
 def test_what_is_left_to_others_is_said():
-    assert "16385" in unsupported((4, kernel.WIDEST + 1))
+    assert "16385" in unsupported((4, kernel.WIDEST_ROW + 1))
     assert "no multiple of 16" in unsupported((4, kernel.WIDEST_ODD + 8))
     assert unsupported((4, kernel.WIDEST_ODD - 1)) is None
-    assert unsupported((4, kernel.WIDEST)) is None
+    assert unsupported((4, kernel.WIDEST_ROW)) is None

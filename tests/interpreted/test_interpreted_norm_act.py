@@ -99,6 +99,22 @@ def test_a_row_beyond_the_widest_is_the_twins_unless_triton_is_asked_for(monkeyp
         assert norm_act.norm_quantize(x[:, 1:], None, None, RMS)[0].shape == (1, 16384)
 
 
+@pytest.mark.parametrize("form", STORES, ids=str)
+def test_what_holds_nothing_launches_nothing(form, launched):
+    """That it gives what the twin gives: test_interpreted_contracts.py."""
+    how, transposed = form
+    for shape in ((0, 6), (3, 0)):
+        x, to = torch.empty(shape), Store(how, transposed, slot_of(0.0))
+        with fe.backend("triton"):
+            for norm in (LAYER, RMS):
+                y, q, q_t, rows = norm_act.norm_quantize(x, None, None, norm, to)
+                norm_act.norm_quantize_backward(y, x, torch.ones(shape[1]), rows, norm)
+                assert (q.data.shape, q_t is None) == (shape, not transposed)
+            norm_act.act_quantize(x, "relu", to)
+            norm_act.act_quantize_backward(x, x, "relu", to)
+    assert not launched
+
+
 def test_a_compiled_graph_follows_the_backend_of_its_caller(launched):
     x = numbers(9, 32, torch.bfloat16, 1)
 

@@ -126,6 +126,22 @@ def attention_cast(x: torch.Tensor, rotated: bool) -> tuple[torch.Tensor, torch.
     return codes.reshape(b, h, -1, width), torch.ones((), device=s.device) / s
 
 
+def cast_heads(x: torch.Tensor, rotated: bool, of_keys: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """x cast, as (codes in FP32, scales of rows): [B, heads of k, heads that share one, Tp, W or 1]."""
+    codes, scale = attention_cast(x, rotated)
+    return heads(decode(codes, torch.float32), of_keys), heads(scale.repeat_interleave(BLOCK, 2)[..., None], of_keys)
+
+
+def heads(x: torch.Tensor, of_keys: int) -> torch.Tensor:
+    """[B, heads of k, heads that share one, ...] of x [B, heads, ...]."""
+    return x.unflatten(1, (of_keys, -1))
+
+
+def as_given(x: torch.Tensor, t: int, d: int, dtype: torch.dtype) -> torch.Tensor:
+    """A result [B, t, heads, d] of x [B, heads of k, heads that share one, Tp, W]."""
+    return x.flatten(1, 2)[:, :, :t, :d].to(dtype).transpose(1, 2).contiguous()
+
+
 def visible(form: Form, rows: slice, columns: slice, s: int, device: torch.device) -> torch.Tensor:
     """[rows, columns] of booleans: whether query i sees key j."""
     i = torch.arange(rows.start, rows.stop, device=device)[:, None] + form.offset
@@ -160,31 +176,28 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, form: Form) -> 
     >>> attention(q, k, v, Form(0.125))[0, 0, 0, :2]
     tensor([1.5000, 1.5000])
     """
-    (_, h, t, d), s = q.shape, k.shape[2]
-    (q8, scale_q), (k8, scale_k) = (attention_cast(x, form.rotated) for x in (q, k))
-    v8, scale_v = attention_cast(v, False)
-    q8, k8, v8 = (decode(x, torch.float32) for x in (q8, k8, v8))
-    k8, scale_k, v8, scale_v = (x.repeat_interleave(h // k.shape[1], 1) for x in (k8, scale_k, v8, scale_v))
-    factor = torch.tensor(factor_of(form, d), dtype=torch.float32, device=q.device)
-    factor_q = (scale_q * factor).repeat_interleave(BLOCK, 2)[..., None]  # [B, H, Tp, 1]
+    t, s, d, of_keys = q.shape[2], k.shape[2], q.shape[3], k.shape[1]
+    (q8, scale_q), (k8, scale_k), (v8, scale_v) = (
+        cast_heads(x, rotated, of_keys) for x, rotated in ((q, form.rotated), (k, form.rotated), (v, False))
+    )
+    factor_q = scale_q * torch.tensor(factor_of(form, d), dtype=torch.float32, device=q.device)
     top = torch.full_like(factor_q, -math.inf)
     total, o = torch.zeros_like(factor_q), torch.zeros_like(q8)
     for rows, keys in steps(form, t, s):
-        block = keys.start // BLOCK
-        f = (factor_q[:, :, rows] * scale_k[:, :, None, block, None]).clamp(min=TINY)
-        scores = product(q8[:, :, rows], k8[:, :, keys], FP8_STEP)
+        at, here = (..., rows, slice(None)), (..., keys, slice(None))
+        of_block = (..., keys.start, None, slice(None))  # the row of a scale that all rows of the block have
+        f = (factor_q[at] * scale_k[of_block]).clamp(min=TINY)
+        scores = product(q8[at], k8[here], FP8_STEP)
         scores = scores.masked_fill(~visible(form, rows, keys, s, q.device), -math.inf)
         m = scores.amax(-1, keepdim=True) * f
         codes = exp2(fused(scores, f, LOG2_448 - finite(m))).clamp(max=448).to(E4M3).float()
-        before, after = top[:, :, rows], torch.maximum(top[:, :, rows], m)
-        kept, gained = exp2(before - finite(after)), exp2(m - finite(after))
-        top[:, :, rows] = after
-        total[:, :, rows] = fused(total[:, :, rows], kept, gained * codes.sum(-1, keepdim=True))
-        weighted = product(codes, v8[:, :, keys].mT, FP8_STEP)
-        weight = gained * scale_v[:, :, None, block, None]
-        o[:, :, rows] = fused(weighted, weight, o[:, :, rows] * kept)
-    result = o * torch.where(total == 0, 0.0, torch.ones_like(total) / total)
-    return result[:, :, :t, :d].to(q.dtype).transpose(1, 2).contiguous()
+        after = torch.maximum(top[at], m)
+        kept, gained = exp2(top[at] - finite(after)), exp2(m - finite(after))
+        top[at] = after
+        total[at] = fused(total[at], kept, gained * codes.sum(-1, keepdim=True))
+        weighted = product(codes, v8[here].mT, FP8_STEP)
+        o[at] = fused(weighted, gained * scale_v[of_block], o[at] * kept)
+    return as_given(o * torch.where(total == 0, 0.0, torch.ones_like(total) / total), t, d, q.dtype)
 
 
 def finite(m: torch.Tensor) -> torch.Tensor:

@@ -32,17 +32,18 @@ from fp8engine.ops.reference.attention import (
     LOG2_E,
     STEP,
     Form,
-    attention_cast,
+    as_given,
+    cast_heads,
     exp2,
     finite,
     fused,
     halved,
+    heads,
     product,
     steps,
     visible,
     width_of,
 )
-from fp8engine.ops.reference.rounding import decode
 
 
 class Gradients(NamedTuple):
@@ -56,7 +57,8 @@ class Gradients(NamedTuple):
 class _Given(NamedTuple):
     """q, k and do in 16 bits; do and v in FP8, as codes in FP32 and scales of rows.
 
-    All are [B, heads of k, heads that share one, T, W], k and v with one head that shares.
+    All but the factor, which turns products into scores in units of log2, are [B, heads of k, heads that share one, T,
+    W], k and v with one head that shares.
     """
 
     q: torch.Tensor
@@ -66,11 +68,7 @@ class _Given(NamedTuple):
     v8: tuple[torch.Tensor, torch.Tensor]
     form: Form
     keys: int
-
-    @property
-    def factor(self) -> torch.Tensor:
-        """What turns products into scores in units of log2."""
-        return torch.tensor(self.form.scale * LOG2_E, dtype=torch.float32, device=self.q.device)
+    factor: torch.Tensor
 
     def visible(self, rows: slice, keys: slice) -> torch.Tensor:
         """Whether queries see keys."""
@@ -92,14 +90,14 @@ def attention_backward(do: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: to
     (True, [0.5, 0.5])
     """
     t, s, d, of_keys = q.shape[2], k.shape[2], q.shape[3], k.shape[1]
-    q16, k16, do16 = (_heads(_filled(halved(x)), of_keys) for x in (q, k, do))
-    (do8, scale), v8 = (_cast(x, form, of_keys) for x in (do, v))
+    q16, k16, do16 = (heads(_filled(halved(x)), of_keys) for x in (q, k, do))
+    (do8, scale), v8 = (cast_heads(x, form.rotated, of_keys) for x in (do, v))
     do8 = do8, scale / (do8.shape[-1] if form.rotated else 1)  # R R^T = W I
-    given = _Given(q16, k16, do16, do8, v8, form, s)
+    factor = torch.tensor(form.scale * LOG2_E, dtype=torch.float32, device=q.device)
+    given = _Given(q16, k16, do16, do8, v8, form, s, factor)
     dq, level, delta = _of_queries(given, t)
     dk, dv = _of_keys(given, level, delta, t)
-    found = ((dq.flatten(1, 2), q, t), (dk[:, :, 0], k, s), (dv[:, :, 0], v, s))
-    return Gradients(*(x[:, :, :n, :d].to(like.dtype).transpose(1, 2).contiguous() for x, like, n in found))
+    return Gradients(*(as_given(x, n, d, q.dtype) for x, n in ((dq, t), (dk, s), (dv, s))))
 
 
 def _of_queries(given: _Given, t: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -133,34 +131,20 @@ def _of_keys(given: _Given, level: torch.Tensor, delta: torch.Tensor, t: int) ->
     dk, dv = (torch.zeros_like(given.k, dtype=torch.float32) for _ in "kv")
     real = torch.arange(given.q.shape[3], device=dk.device)[:, None] < t  # but queries that fill up the last block
     for head in range(given.q.shape[2]):
-        one = given._replace(
-            q=given.q[:, :, head, None],
-            do=given.do[:, :, head, None],
-            do8=(given.do8[0][:, :, head, None], given.do8[1][:, :, head, None]),
-        )
+        q, do, codes, scales, floor, mean = (x[:, :, head, None] for x in (given.q, given.do, *given.do8, level, delta))
+        one = given._replace(do8=(codes, scales))
         for rows, keys in steps(given.form, t, given.keys):
             at, here = (..., rows, slice(None)), (..., keys, slice(None))
-            scores = product(one.q[at], given.k[here], STEP)
             seen = given.visible(rows, keys) & real[rows]
-            p = exp2(fused(scores, given.factor, -level[:, :, head, None][at])).masked_fill(~seen, 0.0)
+            scores = product(q[at], given.k[here], STEP)
+            p = exp2(fused(scores, given.factor, -floor[at])).masked_fill(~seen, 0.0)
             dp, scale = one.dp(rows, keys)
-            ds = p * fused(dp, scale, -delta[:, :, head, None][at])
-            dv[here] = product(p.to(one.q.dtype).mT, one.do[at].mT, STEP, dv[here])
-            dk[here] = product(ds.to(one.q.dtype).mT, one.q[at].mT, STEP, dk[here])
+            ds = p * fused(dp, scale, -mean[at])
+            dv[here] = product(p.to(q.dtype).mT, do[at].mT, STEP, dv[here])
+            dk[here] = product(ds.to(q.dtype).mT, q[at].mT, STEP, dk[here])
     return dk * given.form.scale, dv
 
 
 def _filled(x: torch.Tensor) -> torch.Tensor:
     """x with zeros up to whole blocks of rows and the width of a cast."""
     return torch.nn.functional.pad(x, (0, width_of(x.shape[3]) - x.shape[3], 0, -x.shape[2] % BLOCK))
-
-
-def _heads(x: torch.Tensor, of_keys: int) -> torch.Tensor:
-    """[B, heads of k, heads that share one, ...] of x [B, heads, ...]."""
-    return x.unflatten(1, (of_keys, -1))
-
-
-def _cast(x: torch.Tensor, form: Form, of_keys: int) -> tuple[torch.Tensor, torch.Tensor]:
-    codes, scale = attention_cast(x, form.rotated)
-    scale = scale.repeat_interleave(BLOCK, 2)[..., None]
-    return _heads(decode(codes, torch.float32), of_keys), _heads(scale, of_keys)
