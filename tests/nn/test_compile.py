@@ -25,6 +25,7 @@ pytestmark = [
     pytest.mark.usefixtures("fresh"),
     # Dynamo reads .grad of a block's input, and torch warns of that.
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
+    pytest.mark.filterwarnings("ignore:auto's decisions compile a function anew:fp8engine.errors.SamplingWarning"),
 ]
 
 
