@@ -37,7 +37,7 @@ BUDGET = {
     "kernels": 2_891,
     "nn": 1_415,
     "numerics": 610,
-    "ops": 3_103,
+    "ops": 3_105,
     "report": 2_787,
     "scaling": 1_306,
     "top level": 413,

@@ -174,7 +174,7 @@ def _layer(node: fx.Node) -> str:
 def _is_weight(node: fx.Node) -> bool:
     """Whether the codes of this cast are the second operand of a matmul."""
     codes = [user for user in node.users if user.args[1] == 0]
-    return any(each in matmul.args[3:] for each in codes for matmul in each.users)
+    return any(matmul.args[1] is each for each in codes for matmul in each.users if len(matmul.args) > 1)
 
 
 def _constant(graph: fx.GraphModule, node: Any) -> Any:

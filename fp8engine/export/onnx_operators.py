@@ -66,7 +66,7 @@ def predicted(x_MK: torch.Tensor, text: str, s: float) -> tuple[torch.Tensor, to
 
 def matmul(*given) -> torch.Tensor:
     """a @ b.T + bias in FP32, rounded to `out`."""
-    a, scale_a, groups_a, b, scale_b, groups_b, bias_N, out, _ = given
+    a, b, scale_a, groups_a, scale_b, groups_b, bias_N, out, _ = given
     x_MK, w_NK = _dequantize_linear(a, scale_a, *groups_a[:2]), _dequantize_linear(b, scale_b, *groups_b[:2])
     return torch.nn.functional.linear(x_MK, w_NK, None if bias_N is None else bias_N.float()).to(out)
 

@@ -37,7 +37,7 @@ from fp8engine.ops.library import LIBRARY, operation
 from fp8engine.ops.reference import Epilogue, Operand
 
 E5M2 = torch.float8_e5m2
-BIAS = 6  # its place among the operator's arguments, behind two Operands (library.FIELDS)
+BIAS = 6  # its place among the operator's arguments, behind two Operands (library.py)
 ALIGNED = 16  # of K: else tensor descriptors cannot describe the rows, and there is one kernel for it
 # torch's pass that adds a bias, where scales are in blocks, takes as long as its matmul of this K: 288 us beside 723
 # at K 4096 on an H200 (benchmarks/results/nvidia-h200/2026-11-27-profile.txt).  Our kernels add it to their sums.
