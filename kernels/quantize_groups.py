@@ -175,9 +175,8 @@ def cast_groups(
         if seen is not None:
             amax = tl.maximum(amax, top)
             least = tl.minimum(least, tl.where(inside, s, float("inf")))
-    if seen is not None:
-        seen = flushed, nonfinite, amax, least
-    return seen
+    if seen is not None:  # Triton 3.6 does not compile a `return` of None
+        return flushed, nonfinite, amax, least
 
 
 @triton.jit
