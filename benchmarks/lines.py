@@ -34,7 +34,7 @@ BUDGET = {
     "distributed": 2_179,
     "export": 1_315,
     "integrations": 195,
-    "kernels": 2_891,
+    "kernels": 2_890,
     "nn": 1_415,
     "numerics": 610,
     "ops": 3_105,
