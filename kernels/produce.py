@@ -1,4 +1,4 @@
-"""What norms and activations share: their tiles, loads and launch, and the stores of a result that is made in FP32.
+"""The part that norms and activations share: tiles, loads and launch, and the stores of a result that is made in FP32.
 
 What is stored is the result rounded to 16 bits and, beside it, its FP8 codes:
 
