@@ -74,7 +74,7 @@ def _tell() -> None:
 
 @_torch.constant_in_graphs
 def _few_graphs() -> bool:
-    """Whether the limit is low for a graph that may not be divided, asked by the first layer of a function's first."""
+    """Whether the limit is low for a graph that may not be divided: true once, in a function's first graph."""
     if _torch.may_divide() or _torch.recompile_limit() >= ENOUGH or not _torch.first_graph():
         return False
     graph = vars(_torch.traced_graph())
