@@ -60,6 +60,7 @@ REASONS: tuple[Reason, ...] = (
     Reason(("3.8.0",), "cast_transpose 1x128 sums sm_89: 1 *", "spills", 344, COMPILER),
     Reason(("3.9.0",), "cast_transpose 128x128*sm_90*", "spills", 44, FULL),
     Reason(("3.9.0",), "cast_transpose tensor predicted odd sums sm_90: 1 *", "spills", 96, COMPILER),
+    Reason(("3.6.0",), "quantize_experts 128x128 bfloat16 sm_89", "spills", 8, FEW),
     Reason(("3.9.0",), "quantize_experts 128x128 bfloat16 sm_90", "spills", 8, FEW),
     Reason(("3.9.0",), "quantize tensor predicted bfloat16 sm_90: 1 *", "spills", 8, FEW),
     Reason(("3.9.0",), "quantize 128x128 odd sm_90", "spills", 96, CAPPED),
