@@ -1,7 +1,6 @@
 """The epilogue of a matmul: a tile of FP32 sums is finished in registers before it is stored.
 
-    y    = f(acc * (scale_a[m] * scale_b[n]) + into[m, n] + bias[n])    f: none, or a plain kind of activations.py
-    into: what the memory of an FP32 result held before, where the epilogue adds to it
+    y    = f(acc * (scale_a[m] * scale_b[n]) + bias[n])                 f: none, or a plain kind of activations.py
     amax = max |y| over finite y     saturated = how many |y| / scale > MAX     nonfinite = how many NaN and Inf
     stored: y rounded once to 16 or 32 bits, or saturate(RNE(y / scale)) in FP8 under a scale given beforehand
 
@@ -16,7 +15,7 @@ import triton.language as tl
 from fp8engine.kernels.activations import PLAIN, activate
 from fp8engine.kernels.constant import Constant
 from fp8engine.kernels.rounding import is_finite, largest, saturating_cast
-from fp8engine.kernels.tile import pieces, store_tile, stored_tile
+from fp8engine.kernels.tile import pieces, store_tile
 
 # |y / scale| over MAX by less than the rounding of 1 / scale itself is not saturation.
 SATURATES = Constant(1 + 2.0**-22)
@@ -96,12 +95,9 @@ def store_result(
     y, acc_MN, row, column, M, N,
     scale_a, scale_b, bias, output_scale,
     OUT: tl.constexpr, ACTIVATION: tl.constexpr, BY_ROW_A: tl.constexpr, BY_ROW_B: tl.constexpr,
-    BY_DESCRIPTOR: tl.constexpr, PARTS: tl.constexpr, COUNT: tl.constexpr, ADD: tl.constexpr = False,
+    BY_DESCRIPTOR: tl.constexpr, PARTS: tl.constexpr, COUNT: tl.constexpr,
 ):  # fmt: skip
-    """Finish a tile of sums whose first element is [row, column], piece by piece; return its statistics.
-
-    ADD: to what y, a pointer then, holds.
-    """
+    """Finish a tile of sums whose first element is [row, column], piece by piece; return its statistics."""
     rows = row + tl.arange(0, acc_MN.shape[0])
     PART_N: tl.constexpr = acc_MN.shape[1] // PARTS
     amax = 0.0
@@ -112,8 +108,6 @@ def store_result(
         first = column + part * PART_N
         columns = first + tl.arange(0, PART_N)
         y_MN = real_values(runs[part], rows, columns, M, N, scale_a, scale_b, BY_ROW_A, BY_ROW_B)
-        if ADD:
-            y_MN += stored_tile(y, y_MN, row, first, M, N)
         stored, top, over, bad = finish(y_MN, rows, columns, M, N, bias, output_scale, ACTIVATION, OUT, COUNT)
         store_tile(y, stored, row, first, M, N, BY_DESCRIPTOR)
         if COUNT:

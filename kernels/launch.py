@@ -76,14 +76,9 @@ def reader(x: torch.Tensor, load: str, rows: int, columns: int) -> TensorDescrip
     return descriptor(x.t(), (columns, rows)) if load == TRANSPOSED else x
 
 
-def result_of(m: int, n: int, epilogue, where: torch.device) -> torch.Tensor:
-    """Memory of the result [m, n]: what the epilogue adds to, or new."""
-    return torch.empty(m, n, dtype=epilogue.out, device=where) if epilogue.into is None else epilogue.into
-
-
-def writable(y_MN: torch.Tensor, config, epilogue) -> bool:
-    """Whether a kernel of that configuration writes y by descriptor; what it adds to goes by pointers, both ways."""
-    return config.descriptors and describable(y_MN) and epilogue.into is None
+def writable(y_MN: torch.Tensor, config) -> bool:
+    """Whether a kernel of that configuration writes y by descriptor."""
+    return config.descriptors and describable(y_MN)
 
 
 def stages(config, y_MN: torch.Tensor) -> int:
@@ -96,14 +91,13 @@ def parts(config, epilogue, y_MN: torch.Tensor) -> int:
 
     Four where it needs registers beside 128 sums a thread; two beside 64 where y is written by pointers (in one piece
     Triton 3.9 spills).  PIECE sums a thread where y is written by pointers and its width is not known to be a multiple
-    of 16: every element then has a store, an address and a mask of its own; and where y is added to what is there,
-    which is in registers too.
+    of 16: every element then has a store, an address and a mask of its own.
     Two at least for an FP32 result by descriptor: a piece then takes the shared memory of a 16-bit tile.
     """
     sums = config.block_m * config.block_n // (THREADS * config.warps)
     rich = epilogue.activation != "none" or epilogue.amax is not None or epilogue.counts is not None
-    described = writable(y_MN, config, epilogue)
-    if epilogue.into is not None or (not described and y_MN.shape[1] % MULTIPLE):
+    described = writable(y_MN, config)
+    if not described and y_MN.shape[1] % MULTIPLE:
         return max(config.parts, sums // PIECE)
     least = 2 if described and y_MN.dtype == torch.float32 else 1
     if rich and sums >= 128:

@@ -29,8 +29,6 @@ def gluon(a, b, epilogue, config) -> str | None:
         return "a is not 16-byte aligned rows contiguous along K"
     if not describable(b.data):
         return "b is not 16-byte aligned rows contiguous along K"
-    if epilogue.into is not None:
-        return "a result that is added to what is there"
     if n * epilogue.out.itemsize % ALIGNMENT != 0:
         return f"rows of the result, {n} of {epilogue.out}, are not 16-byte aligned"
     if (config.block_m, config.block_n, config.block_k) != TILE:

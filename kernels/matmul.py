@@ -43,7 +43,6 @@ from fp8engine.kernels.launch import (
     parts,
     persistent_grid,
     reader,
-    result_of,
     stages,
     triton_dtype,
     writer,
@@ -107,7 +106,7 @@ def _matmul_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, FLATTEN: tl.constexpr,
     LOAD_A: tl.constexpr, LOAD_B: tl.constexpr, WHOLE: tl.constexpr, STORE_BY_DESCRIPTOR: tl.constexpr,
     PARTS: tl.constexpr, SUMS: tl.constexpr, ROWS_A: tl.constexpr, ROWS_B: tl.constexpr,
-    ACTIVATION: tl.constexpr, OUT: tl.constexpr, ADD: tl.constexpr,
+    ACTIVATION: tl.constexpr, OUT: tl.constexpr,
 ):  # fmt: skip
     """ROWS_A, ROWS_B: rows that share a scale; -1: all of them.  WHOLE: 16 divides M."""
     COUNT: tl.constexpr = amax_ptr is not None or counts_ptr is not None
@@ -136,7 +135,7 @@ def _matmul_kernel(
         top, over, bad = store_result(
             y + part * (tl.cast(M, tl.int64) * N) if SPLIT else y, acc_MN, row, column, M, N,
             None if SCALED else scale_a, None if SCALED else scale_b, bias, output_scale,
-            OUT, ACTIVATION, ROWS_A == 1, ROWS_B == 1, STORE_BY_DESCRIPTOR, PARTS, COUNT, ADD,
+            OUT, ACTIVATION, ROWS_A == 1, ROWS_B == 1, STORE_BY_DESCRIPTOR, PARTS, COUNT,
         )  # fmt: skip
         if COUNT:
             amax = tl.maximum(amax, top)
@@ -153,7 +152,7 @@ def matmul_fp8(
 
     a.data [M, K], b.data [N, K]: E4M3 by E4M3, E5M2 by E4M3 or E4M3 by E5M2.  Scales FP32: (); [M, 1] and [N, 1]; or
     along K, one per `rows` rows and `cols` of K, where cols is the same for both, and rows 1 or a multiple of it.
-    epilogue: bias_N, activation, out, scale (of an FP8 result), amax, counts, into, as in the twin's Epilogue.
+    epilogue: bias_N, activation, out, scale (of an FP8 result), amax, counts, as in the twin's Epilogue.
     promoted: whether sums are; under scales along K they always are.
     gluon: whether a configuration of Gluon's kernel is run by it where it can; else plain Triton runs it.
     """
@@ -174,7 +173,7 @@ def matmul_fp8(
 def matmul_fp16(a_MK: torch.Tensor, b_NK: torch.Tensor, epilogue, config: Config | None = None) -> torch.Tensor:
     """y [M, N] of `epilogue.out` from a [M, K] and b [N, K], both FP16 or both BF16, of any strides.
 
-    epilogue: bias_N, activation, out, scale (of an FP8 result), amax, counts, into, as in the twin's Epilogue.
+    epilogue: bias_N, activation, out, scale (of an FP8 result), amax, counts, as in the twin's Epilogue.
     """
     m, n, described = a_MK.shape[0], b_NK.shape[0], POINTER not in (load_of(a_MK), load_of(b_NK))
     config = config or pick("matmul_fp16", capability(a_MK.device), m, n, described)
@@ -186,7 +185,7 @@ def _launch(
 ) -> torch.Tensor:
     (m, k), n, where, scaled = a_MK.shape, b_NK.shape[0], a_MK.device, scales.sums == "scaled"
     if m == 0 or n == 0:
-        return result_of(m, n, epilogue, where)
+        return a_MK.new_empty(m, n, dtype=epilogue.out)
     load_a, load_b = (load_of(a_MK), load_of(b_NK)) if config.descriptors else (POINTER, POINTER)
     whole = load_a == POINTER and a_MK.itemsize == 2 and m % MULTIPLE == 0  # its rows may be what is read side by side
     sums = sums_of(m, n, k, config, epilogue, where)
@@ -205,7 +204,7 @@ def _launch(
         BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k, GROUP_M=config.group_m,  # constants
         LOAD_A=load_a, LOAD_B=load_b, WHOLE=whole, STORE_BY_DESCRIPTOR=sums.described, PARTS=cut,
         SUMS=scales.sums, ROWS_A=scales.rows[0], ROWS_B=scales.rows[1],
-        ACTIVATION=end.activation, OUT=triton_dtype(end.out), ADD=end.into is not None,
+        ACTIVATION=end.activation, OUT=triton_dtype(end.out),
         FLATTEN=config.flatten, num_warps=config.warps, num_stages=stages(config, sums.y),
     )  # fmt: skip
     encode_once(launched)

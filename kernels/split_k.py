@@ -28,7 +28,7 @@ import triton
 import triton.language as tl
 
 from fp8engine.kernels.epilogue import publish, store_result
-from fp8engine.kernels.launch import processors, result_of, triton_dtype, writable
+from fp8engine.kernels.launch import processors, triton_dtype, writable
 from fp8engine.kernels.tile import load_tile
 from fp8engine.kernels.tuning import Config
 
@@ -83,8 +83,8 @@ def sums_of(m: int, n: int, k: int, config: Config, epilogue, where: torch.devic
     """Where an M x N x K matmul under that configuration and epilogue puts its sums."""
     parts = parts_of(m, n, k, config, processors(where))
     if parts == 1:
-        y_MN = result_of(m, n, epilogue, where)
-        return Sums(y_MN, epilogue, described=writable(y_MN, config, epilogue))
+        y_MN = torch.empty(m, n, dtype=epilogue.out, device=where)
+        return Sums(y_MN, epilogue, described=writable(y_MN, config))
     part = torch.empty(parts * m, n, dtype=torch.float32, device=where)
     return Sums(part, type(epilogue)(out=torch.float32), depth_of(k, config, parts), parts)
 
@@ -95,7 +95,7 @@ def _add_parts_kernel(
     y, amax_ptr, counts_ptr,
     M, N, PARTS,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BY_ROW_A: tl.constexpr, BY_ROW_B: tl.constexpr,
-    ACTIVATION: tl.constexpr, OUT: tl.constexpr, ADD: tl.constexpr,
+    ACTIVATION: tl.constexpr, OUT: tl.constexpr,
 ):  # fmt: skip
     COUNT: tl.constexpr = amax_ptr is not None or counts_ptr is not None
     row = tl.program_id(1) * BLOCK_M
@@ -106,7 +106,7 @@ def _add_parts_kernel(
         acc_MN += load_tile(from_MN, row, column, M, N, (N, 1), BLOCK_M, BLOCK_N, "pointer")
     amax, saturated, nonfinite = store_result(
         y, acc_MN, row, column, M, N, scale_a, scale_b, bias, output_scale,
-        OUT, ACTIVATION, BY_ROW_A, BY_ROW_B, False, 1, COUNT, ADD,
+        OUT, ACTIVATION, BY_ROW_A, BY_ROW_B, False, 1, COUNT,
     )  # fmt: skip
     if COUNT:
         publish(amax_ptr, counts_ptr, amax, saturated, nonfinite)
@@ -119,14 +119,14 @@ def add_parts(part_SMN: torch.Tensor, scales, epilogue) -> torch.Tensor:
     """
     parts, m, n = part_SMN.shape
     scale_a, scale_b = scales
-    y_MN = result_of(m, n, epilogue, part_SMN.device)
-    _add_parts_kernel[(triton.cdiv(n, BLOCK_N), triton.cdiv(m, BLOCK_M))](
+    y_MN = part_SMN.new_empty(m, n, dtype=epilogue.out)
+    _add_parts_kernel[(math.ceil(n / BLOCK_N), math.ceil(m / BLOCK_M))](
         part_SMN, scale_a, scale_b, epilogue.bias_N, epilogue.scale,  # inputs
         y_MN, epilogue.amax, epilogue.counts,  # outputs
         m, n, parts,  # sizes
         BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N,  # constants
         BY_ROW_A=scale_a is not None and scale_a.dim() == 2, BY_ROW_B=scale_b is not None and scale_b.dim() == 2,
-        ACTIVATION=epilogue.activation, OUT=triton_dtype(epilogue.out), ADD=epilogue.into is not None,
+        ACTIVATION=epilogue.activation, OUT=triton_dtype(epilogue.out),
         num_warps=WARPS,
     )  # fmt: skip
     return y_MN

@@ -67,15 +67,6 @@ def store_tile(y, value, row, column, M, N, BY_DESCRIPTOR: tl.constexpr):
 
 
 @triton.jit
-def stored_tile(y, like, row, column, M, N):
-    """What y[row :, column :] holds, of a tile of like's shape; zeros outside of M x N.  y: a row-major pointer."""
-    down = tl.arange(0, like.shape[0])[:, None]
-    across = tl.arange(0, like.shape[1])[None, :]
-    corner = y + tl.cast(row, tl.int64) * N + column
-    return tl.load(corner + (down * N + across), mask=(down < M - row) & (across < N - column), other=0.0)
-
-
-@triton.jit
 def pieces(x_MN, PARTS: tl.constexpr):
     """A tile cut into 1, 2, 4 ... equal runs of columns, left to right.
 

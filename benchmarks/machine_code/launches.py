@@ -85,10 +85,8 @@ def _matmul(operation: str, architecture: int, config: Config) -> Iterator[Case]
     aligned = "" if k == SIZE else " odd K"
     fp8 = operation != "matmul_fp16"
     most_registers = ("row", "gelu+amax") if architecture == 90 else ("gelu+amax",) if fp8 else ()
-    for n in (SIZE, ODD):
+    for n in (SIZE,) if config.kernel == "gluon" else (SIZE, ODD):  # odd rows are Triton's kernel's
         for end, epilogue in _epilogues(fp8, n).items():
-            if config.kernel == "gluon" and (n == ODD or end == "added"):
-                continue  # left to Triton's kernel, whose own these are
             name = f"{operation} {{}} sm_{architecture} {config}{aligned}{'' if n == SIZE else ' odd N'} {end}"
             if n == SIZE or end in most_registers:
                 for form, launch in _forms(operation, (SIZE, n, k), end, epilogue, config):
@@ -121,7 +119,7 @@ def _forms(
 
 
 def _epilogues(fp8: bool, n: int = SIZE) -> dict[str, Epilogue]:
-    """plain; with a bias (and row scales, for FP8); everything at once; an FP32 result, new or added to."""
+    """plain; with a bias (and row scales, for FP8); everything at once; an FP32 result."""
     bias, one = _meta(n, dtype=BF16), _meta(1)
     counts = _meta(2, dtype=torch.int64)
     everything = Epilogue(bias, E4M3 if fp8 else torch.bfloat16, "gelu", one if fp8 else None, one, counts)
@@ -130,7 +128,7 @@ def _epilogues(fp8: bool, n: int = SIZE) -> dict[str, Epilogue]:
         "row": Epilogue(bias),
         "gelu+amax": everything,
         "fp32": Epilogue(None, torch.float32),
-    } | ({"added": Epilogue(None, torch.float32, into=_meta(SIZE, n))} if fp8 else {})  # a main_grad
+    }
 
 
 def _grouped() -> Iterator[Case]:

@@ -72,7 +72,6 @@ REASONS: tuple[Reason, ...] = (
     Reason(NEW, "grouped sums matmul_block sm_90 128x128x128 *", "ceiling", 45, COMPILER),
     Reason(NEW, "matmul_fp16 across K * ptr *", "ceiling", 69, COMPILER),
     Reason(NEW, "matmul_fp8 * ptr * odd K *", "ceiling", 18, COMPILER),
-    Reason(baselines.RANGE, "matmul_fp8 * ptr * odd K added", "programs", 1, COMPILER),
     Reason(baselines.RANGE, "matmul_fp16 across K * ptr * odd K gelu+amax", "programs", 1, COMPILER),
     Reason(baselines.RANGE, "cast_transpose * odd sums *_column_sums_kernel", "programs", 5, BY_MEMORY),
     Reason(("3.8.0", "3.9.0"), "attention 128 full sm_90", "ceiling", 29, COMPILER),

@@ -191,7 +191,6 @@ def matmul_epilogue(a: Operand, b: Operand, epilogue: Epilogue, precision: str =
     """`matmul` with an activation, statistics or an FP8 result decided before the store; one launch on Triton.
 
     Elsewhere the FP32 product is finished in plain torch.  Raises as `matmul` does; UnknownName for an activation.
-    `epilogue.into` is for the kernels alone, and None here.
 
     >>> one = Operand(torch.ones(1, 2).to(torch.float8_e4m3fn), torch.tensor(1.0))
     >>> end = Epilogue(None, torch.float8_e4m3fn, "relu", torch.tensor(0.5))
@@ -201,7 +200,7 @@ def matmul_epilogue(a: Operand, b: Operand, epilogue: Epilogue, precision: str =
     _check(a, b, epilogue.bias_N)
     if epilogue.activation not in reference.KINDS:
         raise UnknownName("activation of a matmul", epilogue.activation, reference.KINDS)
-    return _matmul_epilogue(a, b, precision, *epilogue[:6])
+    return _matmul_epilogue(a, b, precision, *epilogue)
 
 
 @operation(

@@ -41,23 +41,11 @@ def sizes(config: Config) -> tuple[int, int, int]:
     return 2 * config.block_m + 9, config.block_n + 16 + odd, K + odd
 
 
-def assert_adds(multiply, wanted_MN: torch.Tensor) -> None:
-    """The result is added to an FP32 tensor of integers, in its own memory, inside of a larger one."""
-    m, n = wanted_MN.shape
-    around = torch.randint(-999, 999, (m * n + 8,)).float()
-    into, before = around[1 : 1 + m * n].view(m, n), around.clone()  # no address that a descriptor takes
-    assert multiply(Epilogue(None, torch.float32, into=into)) is into
-    assert differs(into, before[1 : 1 + m * n].view(m, n) + wanted_MN) is None
-    assert torch.equal(around[0], before[0])
-    assert torch.equal(around[1 + m * n :], before[1 + m * n :])
-
-
 @pytest.mark.few(5)
 @pytest.mark.slow
 @pytest.mark.parametrize(("operation", "architecture", "config"), committed())
-def test_a_committed_configuration_is_exact(operation: str, architecture: int, config: Config, card, whole: bool):
+def test_a_committed_configuration_is_exact(operation: str, architecture: int, config: Config, card):
     m, n, k = sizes(config)
-    adds = whole or config.descriptors  # by pointers every load has a fault to look for, which takes ten times as long
     card(architecture)
     if operation == "matmul_fp16":
         a, b = (torch.randint(-2, 3, (rows, k)).bfloat16() for rows in (m, n))
@@ -68,8 +56,6 @@ def test_a_committed_configuration_is_exact(operation: str, architecture: int, c
             a, b = in_blocks(CPU, m, k, 1), in_blocks(CPU, n, k, rows)
             found = matmul_fp8(a, b, Epilogue(None, torch.float32), config=config)
             assert differs(found, exact(a, b, None)) is None
-        if adds:
-            assert_adds(lambda end: matmul_fp8(a, b, end, config=config), exact(a, b, None))
     else:
         promoted = operation.endswith("promoted")
         a, b = integers(CPU, m, k, E5M2, by_row=True), integers(CPU, n, k, E4M3, by_row=False)
@@ -81,9 +67,7 @@ def test_a_committed_configuration_is_exact(operation: str, architecture: int, c
         ]
         found, wanted = matmul_fp8(a, b, ends[0], promoted, config), reference.finish(exact(a, b, None), ends[1])
         assert differs(found.float(), wanted.float()) is None
-        if adds:
-            assert_adds(lambda end: matmul_fp8(a, b, end, promoted, config), exact(a, b, None))
-        for ours, twins in zip(ends[0][4:6], ends[1][4:6], strict=True):
+        for ours, twins in zip(ends[0][4:], ends[1][4:], strict=True):
             assert ours is not None
             assert twins is not None
             assert ours.tolist() == twins.tolist()

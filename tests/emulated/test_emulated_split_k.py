@@ -88,18 +88,6 @@ def test_parts_are_added_in_the_twins_order_with_what_is_not_finite(card):
         assert [ours.amax.item(), ours.counts.tolist()] == [twins.amax.item(), twins.counts.tolist()]
 
 
-def test_a_split_sum_is_added_to_what_was_there(card):
-    """wgrad into main_grad: by the launch that adds the parts, once."""
-    card(90)
-    config = table()["matmul_fp8"]["sm_90"]["small"]
-    a, b = integers(CPU, M, 2048, E4M3, by_row=False), integers(CPU, N, 2048, E4M3, by_row=False)
-    before = torch.randint(-9, 10, (M, N)).float()
-    into = before.clone()
-    found = matmul_fp8(a, b, Epilogue(out=torch.float32, into=into), False, config)
-    assert found.data_ptr() == into.data_ptr()
-    assert differs(into, before + exact(a, b, None)) is None
-
-
 def test_the_last_rows_of_a_part_are_not_written_over_by_the_next(card):
     """65 rows: a second row of tiles that reaches 63 rows beyond M, where the next part's rows lie."""
     there = card(90)

@@ -150,21 +150,6 @@ def test_activations_of_every_matmul(kind, activation):
 
 
 @of_each
-@pytest.mark.parametrize("config", CONFIGS, ids=str)
-def test_a_result_is_added_to_what_its_memory_holds(kind, config):
-    for m, n in ((70, 136), (33, 67), (1, 1)):
-        a, b = integers(m, n)
-        into, sums = torch.randint(-99, 99, (m, n)).float(), (a.double() @ b.double().t()).float()
-        twin = finish(sums.clone(), Epilogue(None, torch.float32, "relu", **statistics(), into=into.clone()))
-        ends = [Epilogue(None, torch.float32, "relu", **statistics(), into=into)]
-        assert run(kind, a, b, ends[0], config) is into
-        assert torch.equal(into, twin)
-        plain = twin.clone()
-        run(kind, a, b, Epilogue(None, torch.float32, into=plain), config)
-        assert torch.equal(plain, twin + sums)
-
-
-@of_each
 def test_what_lies_beyond_the_matrix_is_not_counted(kind):
     # Beyond M the rows hold the bias alone, here larger than every result, then Inf; beyond N scale by Inf makes NaN.
     for config in CONFIGS:

@@ -107,7 +107,6 @@ REASONS = {
     "a is not": [(operand(M, k=K + 1), GOOD, Epilogue()), (GOOD._replace(data=GOOD.data.t()), GOOD, Epilogue())],
     "b is not": [(GOOD, GOOD._replace(data=GOOD.data[:, 1:]), Epilogue())],
     "rows of the result, 41": [(GOOD, operand(4100), Epilogue()), (GOOD, operand(4104), Epilogue(out=E4M3))],
-    "a result that is added to": [(GOOD, GOOD, Epilogue(out=torch.float32, into=torch.empty(M, M, device="meta")))],
     "groups of 64 along K": [(in_groups(M, 1, 64), in_groups(N, 64, 64), Epilogue())],
     "blocks of 64 rows of b": [(in_groups(M, 1), in_groups(N, 64), Epilogue())],
     "scales of rows are not": [(in_groups(M, 1), in_groups(4002, 1), Epilogue(out=torch.float64))],

@@ -1,6 +1,6 @@
 """Epilogue of a matmul, between its FP32 sums and the store: bias, activation, statistics, the output's format.
 
-    y    = f(y + into[m, n] + bias[n])      f: none, or a plain kind of activations.py
+    y    = f(y + bias[n])      f: none, or a plain kind of activations.py
     amax = max |y| over finite y     saturated = how many finite |y / scale| > MAX     nonfinite = how many NaN and Inf
     stored: y rounded once to 16 or 32 bits, or saturate(RNE(y / scale)) in FP8 under a scale given beforehand
 
@@ -26,8 +26,7 @@ class Epilogue(NamedTuple):
 
     bias_N: added in FP32.  activation: one of KINDS.  out: dtype of the result; an FP8 one takes `scale`, FP32 with one
     element, y ≈ q * scale.  amax FP32 [1] rises to the largest finite |y|; to counts INT64 [2], of saturated and of
-    not finite elements, is added.  into: FP32 [M, N], row-major, an addend that the result
-    is written over.
+    not finite elements, is added.
     """
 
     bias_N: torch.Tensor | None = None
@@ -36,7 +35,6 @@ class Epilogue(NamedTuple):
     scale: torch.Tensor | None = None
     amax: torch.Tensor | None = None
     counts: torch.Tensor | None = None
-    into: torch.Tensor | None = None
 
 
 def finish(y_MN: torch.Tensor, epilogue: Epilogue) -> torch.Tensor:
@@ -46,8 +44,6 @@ def finish(y_MN: torch.Tensor, epilogue: Epilogue) -> torch.Tensor:
     >>> y.float().tolist()
     [[0.0, 448.0]]
     """
-    if epilogue.into is not None:
-        y_MN = y_MN + epilogue.into
     if epilogue.bias_N is not None:
         y_MN = y_MN + epilogue.bias_N.float()
     if epilogue.activation != "none":
@@ -62,4 +58,4 @@ def finish(y_MN: torch.Tensor, epilogue: Epilogue) -> torch.Tensor:
         epilogue.counts.add_(torch.stack([over.sum(), (~finite).sum()]))
     if Format.of(epilogue.out).is_fp8:
         return saturating_cast(scaled.clone(), y_MN, epilogue.out)
-    return scaled.to(epilogue.out) if epilogue.into is None else epilogue.into.copy_(scaled)
+    return scaled.to(epilogue.out)
