@@ -186,6 +186,12 @@ def test_a_model_moved_or_cast_afterwards_is_refused():
     with pytest.raises(OptimizerError, match=r"torch.float32 .* now.*first, then wrap"):
         optimizer.step()
 
+    model = nn.Sequential(nn.Linear(4, 4).bfloat16(), nn.LayerNorm(4))
+    optimizer = MasterWeights(torch.optim.SGD(model.parameters(), lr=0.1))
+    model.bfloat16()  # the norm's weight too, whose updates would round to nothing
+    with pytest.raises(OptimizerError, match=r"\(4,\) was FP32 .* torch.bfloat16 now.*first, then wrap"):
+        optimizer.step()
+
 
 def test_closures_and_lbfgs():
     """The closure must see each trial point: the loss falls as FP32's own LBFGS makes it fall, to FP16's grid."""
