@@ -136,10 +136,19 @@ _ALIASES = {
 _WITHIN = {
     "cross_entropy": ("log_softmax", "nll_loss"),
     "einsum": ("bmm", "matmul"),
+    "gru": ("linear", "matmul"),
     "gumbel_softmax": ("softmax",),
+    "inner": ("matmul",),
+    "linalg_multi_dot": ("matmul",),
+    "lstm": ("linear", "matmul"),
     "multi_head_attention_forward": ("baddbmm", "bmm", "linear", "scaled_dot_product_attention", "softmax"),
+    "norm": ("linalg_vector_norm",),
+    "normalize": ("linalg_vector_norm", "norm"),
+    "rnn_relu": ("linear", "matmul"),
+    "rnn_tanh": ("linear", "matmul"),
     "scaled_dot_product_attention": ("matmul", "softmax"),
     "softmin": ("softmax",),
+    "tensordot": ("matmul",),
 }
 
 
