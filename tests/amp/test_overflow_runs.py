@@ -120,13 +120,19 @@ def test_a_layer_that_overflows_in_place_in_inference_mode(mode: str):
     assert len(watch.findings) == 1
 
 
-def test_functional_transforms_pass():
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")  # by torch's own jvp
+@pytest.mark.parametrize("mode", ["counters", "ops"])
+def test_functional_transforms_pass(mode: str):
+    """Forward-mode AD has zeros without storage among its tensors."""
     model = nn.Sequential(nn.Linear(4, 4), nn.GELU(), nn.Linear(4, 1))
     loss = lambda weights, x: torch.func.functional_call(model, weights, (x,)).sum()  # noqa: E731
-    with find_overflow(model) as watch:
+    x = torch.randn(5, 4)
+    with find_overflow(model, mode=mode) as watch:
         per_sample = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))
-        found = per_sample(dict(model.named_parameters()), torch.randn(5, 4))
+        found = per_sample(dict(model.named_parameters()), x)
+        tangent = torch.func.jvp(model, (x,), (x,))[1]
     assert found["0.weight"].shape == (5, 4, 4)
+    assert tangent.shape == (5, 1)
     assert watch.first() is None
 
 
