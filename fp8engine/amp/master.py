@@ -103,6 +103,7 @@ class MasterWeights(Wrapped):
 
     def master_parameters(self) -> Iterator[nn.Parameter]:
         """What the optimizer steps, group by group: masters, and FP32 parameters themselves; .grad up to date."""
+        self._pairs.follow()  # an average of the weights is made of these
         yield from parameters_of(self)
 
     def model_parameters(self) -> Iterator[nn.Parameter]:

@@ -159,6 +159,7 @@ def test_parameters_written_by_others_are_followed():
     kept = next(optimizer.master_parameters()).detach().clone()
     with torch.no_grad():
         model[0].weight[0] = 3.0
+    assert next(optimizer.master_parameters())[0].tolist() == [3.0] * 8, "before a step, too"
     optimizer.step()
     master = next(optimizer.master_parameters())
     assert master[0].tolist() == [3.0] * 8
