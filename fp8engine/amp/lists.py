@@ -127,7 +127,7 @@ _ALIASES = {
     "atanh": "arctanh", "abs": "absolute", "cat": "concat concatenate", "clamp": "clip", "cross": "linalg_cross",
     "det": "linalg_det", "digamma": "special_psi", "div": "divide true_divide __rdiv__ __truediv__",
     "inverse": "linalg_inv", "lgamma": "special_gammaln", "matmul": "linalg_matmul __rmatmul__", "mul": "multiply",
-    "neg": "negative",
+    "log_sigmoid": "logsigmoid", "neg": "negative",
     "pinverse": "linalg_pinv", "pow": "__rpow__", "sigmoid": "special_expit", "sub": "subtract rsub __rsub__",
     "floor_divide": "__floordiv__ __rfloordiv__", "remainder": "__mod__ __rmod__",
 }  # fmt: skip
@@ -136,10 +136,19 @@ _ALIASES = {
 _WITHIN = {
     "cross_entropy": ("log_softmax", "nll_loss"),
     "einsum": ("bmm", "matmul"),
+    "gru": ("linear", "matmul"),
     "gumbel_softmax": ("softmax",),
+    "inner": ("matmul",),
+    "linalg_multi_dot": ("matmul",),
+    "lstm": ("linear", "matmul"),
     "multi_head_attention_forward": ("baddbmm", "bmm", "linear", "scaled_dot_product_attention", "softmax"),
+    "norm": ("linalg_vector_norm",),
+    "normalize": ("linalg_vector_norm", "norm"),
+    "rnn_relu": ("linear", "matmul"),
+    "rnn_tanh": ("linear", "matmul"),
     "scaled_dot_product_attention": ("matmul", "softmax"),
     "softmin": ("softmax",),
+    "tensordot": ("matmul",),
 }
 
 
@@ -175,7 +184,7 @@ def _functions() -> frozenset[str]:
 
     Less those that work in place, which torch casts as little: the result would not fit its storage.
     """
-    found = set()
+    found = {"hardsigmoid", "hardswish"}  # that table leaves them out; torch passes them to a mode all the same
     for functions in torch.overrides.get_overridable_functions().values():
         found |= {getattr(function, "__name__", "") for function in functions}
     return frozenset(name for name in found if name and not name.startswith("_") and not name.endswith("_"))

@@ -103,6 +103,7 @@ class MasterWeights(Wrapped):
 
     def master_parameters(self) -> Iterator[nn.Parameter]:
         """What the optimizer steps, group by group: masters, and FP32 parameters themselves; .grad up to date."""
+        self._pairs.follow()  # an average of the weights is made of these
         yield from parameters_of(self)
 
     def model_parameters(self) -> Iterator[nn.Parameter]:
@@ -120,6 +121,7 @@ class MasterWeights(Wrapped):
         Raises OptimizerError if a 16-bit gradient was changed after its FP32 copy had been (clipped after unscale_).
         """
         self._pairs.follow()
+        self._check_dtypes()
         self._pairs.gather()
         self._pairs.gather_unversioned(fused=self.__dict__.get("grad_scale") is not None)
         self._pairs.check()
@@ -141,6 +143,15 @@ class MasterWeights(Wrapped):
                 delattr(self.inner, name)
         self._pairs.scatter()
         return loss
+
+    def _check_dtypes(self) -> None:
+        """Raise OptimizerError for an FP32 parameter, its own master so far, that was cast to 16 bits since."""
+        for p in parameters_of(self.inner):
+            if p.dtype in SIXTEEN_BIT:
+                raise OptimizerError(
+                    f"a parameter {tuple(p.shape)} was FP32 when MasterWeights was made, so it has no master, and is"
+                    f" {p.dtype} now: cast the model first, then wrap the optimizer"
+                )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients of the model's parameters and of the masters."""

@@ -45,6 +45,8 @@ def readable(tensor: torch.Tensor) -> torch.Tensor | None:
         tensor = torch.view_as_real(tensor.resolve_conj())
     if tensor.dtype not in FLOATS or tensor.layout is not torch.strided or not tensor.numel():
         return None
+    if tensor._is_zerotensor():  # forward-mode AD's zeros, which have no storage
+        return None
     return None if tensor.device.type == "meta" or is_functorch_wrapped_tensor(tensor) else tensor
 
 

@@ -1,5 +1,7 @@
 """fe.amp.autocast: torch's where nothing is moved, the lists where something is; gradients, nesting, modules."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -185,6 +187,33 @@ def test_what_a_function_hides_is_said_and_its_remedy_works():
         assert F.cross_entropy(x, x).dtype == torch.float32  # black on its own: nothing to say
     with autocast("cpu", dtype=HALF, lists=OpLists(black=["softmax", "scaled_dot_product_attention"])):
         assert F.scaled_dot_product_attention(q, q, q).dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("function", "moved", "call"),
+    [
+        ("inner", "matmul", lambda: torch.inner(x, x)),
+        ("linalg_multi_dot", "matmul", lambda: torch.linalg.multi_dot([x, x, x])),
+        ("gru", "linear", lambda: nn.GRU(4, 4)(x)[0]),
+        ("rnn_tanh", "linear", lambda: nn.RNN(4, 4)(x)[0]),
+        ("rnn_relu", "linear", lambda: nn.RNN(4, 4, nonlinearity="relu")(x)[0]),
+        ("norm", "linalg_vector_norm", lambda: x.half().norm()),
+        ("normalize", "norm", lambda: F.normalize(x.half())),
+        ("tensordot", "matmul", lambda: torch.tensordot(x, x, 1)),
+    ],
+)
+def test_each_function_that_computes_a_moved_one_inside_says_so(function: str, moved: str, call: Callable):
+    torch.manual_seed(0)
+    with (
+        autocast("cpu", dtype=HALF, lists=OpLists(black=[moved])),
+        pytest.warns(UserWarning, match=f"'{moved}' is black .* {function} computes it inside"),
+    ):
+        rounded = call()
+    torch.manual_seed(0)
+    with autocast("cpu", dtype=HALF, lists=OpLists(black=[moved, function])):
+        cured = call()
+    assert cured.dtype == torch.float32
+    assert not torch.equal(cured, rounded.float())
 
 
 @pytest.fixture

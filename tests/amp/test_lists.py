@@ -107,6 +107,8 @@ def test_lists_print_what_differs_from_torchs():
         ("pow", "__rpow__"),
         ("remainder", "__mod__"),
         ("asin", "arcsin"),
+        ("log_sigmoid", "F.logsigmoid"),
+        ("hardswish", "torch.nn.functional.hardswish"),
     ],
 )
 def test_a_function_has_one_name(name: str, spellings: str):

@@ -159,6 +159,7 @@ def test_parameters_written_by_others_are_followed():
     kept = next(optimizer.master_parameters()).detach().clone()
     with torch.no_grad():
         model[0].weight[0] = 3.0
+    assert next(optimizer.master_parameters())[0].tolist() == [3.0] * 8, "before a step, too"
     optimizer.step()
     master = next(optimizer.master_parameters())
     assert master[0].tolist() == [3.0] * 8
@@ -184,6 +185,12 @@ def test_a_model_moved_or_cast_afterwards_is_refused():
     optimizer = MasterWeights(torch.optim.SGD(model.parameters(), lr=0.1))
     model.float()
     with pytest.raises(OptimizerError, match=r"torch.float32 .* now.*first, then wrap"):
+        optimizer.step()
+
+    model = nn.Sequential(nn.Linear(4, 4).bfloat16(), nn.LayerNorm(4))
+    optimizer = MasterWeights(torch.optim.SGD(model.parameters(), lr=0.1))
+    model.bfloat16()  # the norm's weight too, whose updates would round to nothing
+    with pytest.raises(OptimizerError, match=r"\(4,\) was FP32 .* torch.bfloat16 now.*first, then wrap"):
         optimizer.step()
 
 

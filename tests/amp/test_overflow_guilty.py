@@ -198,3 +198,19 @@ def test_the_op_is_told_after_any_number_of_overflows_that_did_no_harm():
         watch.model(torch.ones(2, 2))
     assert len(watch.report().hidden) == 70
     assert "hidden: 62 more, which to_dict() has" in str(watch.report())
+
+
+@pytest.mark.parametrize("mode", ["counters", "ops"])
+def test_a_weight_beyond_fp16_is_one_finding_and_a_pin_cures_it(mode: str):
+    """The weight is finite in FP32: what overflows is the layer's cast of it."""
+    layer = nn.Linear(4, 4)
+    nn.init.constant_(layer.weight, 1e5)
+    with find_overflow(nn.Sequential(nn.Identity(), layer), mode=mode) as watch:
+        for _ in range(3):
+            with torch.autocast("cpu", torch.float16):
+                watch.model(torch.ones(2, 4))
+        assert first(watch, "layer", "operand", "op", "step") == ("1", "weight", "cast to float16", 0)
+        assert len(watch.findings) == 1
+        assert watch.pin(1) == ["1"]
+        with torch.autocast("cpu", torch.float16):
+            assert watch.model(torch.ones(2, 4)).isfinite().all()

@@ -120,13 +120,19 @@ def test_a_layer_that_overflows_in_place_in_inference_mode(mode: str):
     assert len(watch.findings) == 1
 
 
-def test_functional_transforms_pass():
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")  # by torch's own jvp
+@pytest.mark.parametrize("mode", ["counters", "ops"])
+def test_functional_transforms_pass(mode: str):
+    """Forward-mode AD has zeros without storage among its tensors."""
     model = nn.Sequential(nn.Linear(4, 4), nn.GELU(), nn.Linear(4, 1))
     loss = lambda weights, x: torch.func.functional_call(model, weights, (x,)).sum()  # noqa: E731
-    with find_overflow(model) as watch:
+    x = torch.randn(5, 4)
+    with find_overflow(model, mode=mode) as watch:
         per_sample = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))
-        found = per_sample(dict(model.named_parameters()), torch.randn(5, 4))
+        found = per_sample(dict(model.named_parameters()), x)
+        tangent = torch.func.jvp(model, (x,), (x,))[1]
     assert found["0.weight"].shape == (5, 4, 4)
+    assert tangent.shape == (5, 1)
     assert watch.first() is None
 
 
@@ -204,10 +210,23 @@ def test_what_memory_held_before_it_was_written_does_not_matter():
     assert first(watch, "layer", "op") == ("0", "copy_")
 
 
+class Handing:
+    """What a trainer may put around a scaler: it hands every call on."""
+
+    def __init__(self, inner: Any):
+        self.inner = inner
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "inner" or name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self.inner, name)
+
+
+@pytest.mark.parametrize("around", [lambda scaler: scaler, Handing], ids=["plain", "around"])
 @pytest.mark.parametrize("way", [copy.deepcopy, lambda given: pickle.loads(pickle.dumps(given))], ids=["copy", "file"])
-def test_a_model_and_a_scaler_may_be_copied_and_saved_while_they_are_watched(way):
+def test_a_model_and_a_scaler_may_be_copied_and_saved_while_they_are_watched(way, around):
     """What copies them, for an average of the weights say, has a model that is not watched and a scaler of its own."""
-    model, scaler = nn.Sequential(nn.Linear(4, 4), nn.ReLU()), torch.amp.GradScaler("cpu", init_scale=8.0)
+    model, scaler = nn.Sequential(nn.Linear(4, 4), nn.ReLU()), around(torch.amp.GradScaler("cpu", init_scale=8.0))
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     with find_overflow(model, scaler) as watch:
         scaler.scale(model(torch.ones(2, 4)).sum()).backward()

@@ -108,6 +108,8 @@ class Ledger:
             return False
         if any((one.layer, one.operand) == (first.layer, first.operand) for one in (seen, guess) if one):
             return True
+        if seen.layer == first.layer and seen.operand == "weight":  # the layer's cast of it, of which the output comes
+            return True
         return first.layer in self._compiled and inside(seen.layer or "", first.layer)
 
     def _guilty(self, entry: Entry, finding: Finding) -> bool:

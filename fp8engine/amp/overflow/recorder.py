@@ -128,7 +128,8 @@ class Recorder:
             return result
 
         hook = _Hook(update)
-        hook.instead = (type(self.scaler).update, self.scaler)
+        own = getattr(type(self.scaler), "update", None)  # None: an object that hands calls on to a scaler
+        hook.instead = (original,) if own is None else (own, self.scaler)
         self._replace(self.scaler, "update", hook)
 
     def _replace(self, owner: Any, name: str, value: Any) -> None:

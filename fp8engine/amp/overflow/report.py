@@ -54,7 +54,9 @@ class Finding:
     @property
     def in_a_layer(self) -> bool:
         """Whether an op of a layer made it, in this pass."""
-        return self.layer is not None and self.operand not in ("weight", "input")
+        if self.operand == "weight":  # finite before the pass, where an op is told: the layer's own cast of it
+            return self.op is not None
+        return self.layer is not None and self.operand != "input"
 
     def to_dict(self) -> dict:
         """Everything, in types that JSON knows."""
