@@ -98,7 +98,7 @@ class Plan:
             if whole["version"] != VERSION:
                 raise ValueError(f"version {whole['version']!r}; this engine reads {VERSION}")
             layers = {name: tuple(shape) for name, shape in whole["layers"].items()}
-            changes = tuple(Change.from_dict(change) for change in whole["changes"])
+            changes = tuple(sorted(map(Change.from_dict, whole["changes"]), key=lambda change: change.step))
             if strange := {change.layer for change in changes} - layers.keys():
                 raise KeyError(f"changes of {min(strange)!r}, which is none of its layers")
             return Plan(layers, Recipe.from_json(json.dumps(whole["start"])), changes)

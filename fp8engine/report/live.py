@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fp8engine.errors import ReportWarning
+from fp8engine.errors import ReportError, ReportWarning
 from fp8engine.ops import ranks
 from fp8engine.report.collect import inspect
 from fp8engine.report.events import EventWriter
@@ -50,6 +50,8 @@ class LiveReport:
     """
 
     def __init__(self, folder: str | os.PathLike, every: int = 100):
+        if not isinstance(every, int) or every < 1:
+            raise ReportError(f"LiveReport(every={every!r}): want a whole number of steps, 1 or more")
         self.folder, self.every = Path(folder), every
         self.losses: dict[int, Any] = {}  # floats and tensors of one element
         self.events: EventWriter | None = None
@@ -75,7 +77,10 @@ class LiveReport:
             return
         self.losses = {at: float(loss) for at, loss in self.losses.items()}
         losses = [float(self.losses.get(at, math.nan)) for at in range(step + 1)] if self.losses else None
-        self.folder.mkdir(parents=True, exist_ok=True)
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ReportError(f"cannot write in {self.folder}: {error.strerror or error}") from error
         report.to_html(self.folder / PAGE, losses=losses)
         if step == self.written:  # the end of a training that was just written, with losses that came since
             return

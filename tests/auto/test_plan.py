@@ -189,6 +189,18 @@ def test_a_spoilt_plan_is_refused_and_named(spoil, tmp_path):
     assert type(net.blocks[0].up) is nn.Linear
 
 
+def test_a_plan_whose_changes_are_in_another_order_repeats_the_run(tmp_path):
+    model = plain()
+    losses = train(model, STEPS)
+    recipe, path = plan_of(model, tmp_path), tmp_path / "plan.json"
+    whole = json.loads(path.read_text())
+    assert len({change["step"] for change in whole["changes"]}) > 1
+    path.write_text(json.dumps(whole | {"changes": sorted(whole["changes"], key=lambda change: -change["step"])}))
+    again = plain(recipe)
+    assert train(again, STEPS) == losses
+    assert lines(again) == lines(model)
+
+
 def test_a_plan_is_whole_or_not_there(tmp_path):
     for path in ("nowhere.json", "."):
         with pytest.raises(StateError, match="save_plan"):

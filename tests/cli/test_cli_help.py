@@ -64,6 +64,13 @@ def test_a_command_that_runs_has_the_whole_engine(tmp_path: Path):
     assert done.stderr.split() == ["True"]
 
 
+def test_what_the_output_cannot_encode_is_a_question_mark(tmp_path: Path):
+    (tmp_path / "mine.py").write_text("import torch\ndef model(): return torch.nn.Linear(16, 16)\n")
+    done = started(tmp_path, "inspect", "mine:model", PYTHONIOENCODING="ascii")
+    assert done.returncode == 0, done.stderr
+    assert "? Linear ? 16x16 ? 100.0% ? auto" in done.stdout
+
+
 def test_a_wrong_option_is_refused_without_torch(tmp_path: Path):
     done = started(tmp_path, "train", "--stpes", "3")
     assert done.returncode == 2

@@ -143,3 +143,14 @@ def test_without_packages_the_page_alone_is_written(tmp_path: Path, monkeypatch:
     assert [(warning.category, warning.filename) for warning in caught] == [(fe.errors.ReportWarning, __file__)]
     live.step(torch.nn.Linear(2, 2), 0, 1.0)
     assert [path.name for path in (tmp_path / "a" / "b").iterdir()] == ["report.html"]
+
+
+def test_what_cannot_be_written_so_is_refused(tmp_path: Path):
+    for callback in (LiveReport, ReportCallback, ForLightning):
+        for every in (0, -1, 1.5, "100"):
+            with pytest.raises(fe.errors.ReportError, match=r"every=.*1 or more"):
+                callback(tmp_path, every)  # pyright: ignore[reportArgumentType]
+    (tmp_path / "file").touch()
+    for folder in ("file", "file/below"):
+        with pytest.raises(fe.errors.ReportError, match=f"cannot write in .*{folder}: "):
+            LiveReport(tmp_path / folder, every=1).step(torch.nn.Linear(2, 2), 0, 1.0)

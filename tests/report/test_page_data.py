@@ -234,6 +234,7 @@ def test_what_cannot_be_drawn_or_written_is_refused(tmp_path):
     report: Any = fe.inspect(model)
     for option, value, told in (
         ("losses", ["a"], "one number a training step"), ("losses", 3.0, "one number a training step"),
+        ("losses", [10**400], "one number a training step"),
         ("losses", [], "leave losses= out"), ("flow", "graph", "flow: str has no to_svg"),
     ):  # fmt: skip
         with pytest.raises(ReportError, match=told):

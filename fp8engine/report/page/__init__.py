@@ -105,7 +105,7 @@ def _numbers(losses: Sequence[float]) -> list[float]:
     """One number a step; what is not finite breaks the curve."""
     try:
         found = [float(loss) for loss in losses]
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, OverflowError) as error:
         raise ReportError(f"losses: want one number a training step ({error})") from error
     if not found:
         raise ReportError("losses: none given; leave losses= out for a page without the curve")
