@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import fnmatch
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -35,6 +36,7 @@ HEADS = ("lm_head", "head", "heads", "classifier", "score", "output_projection",
 HEADS += ("classification_head", "seq_relationship", "sop_classifier", "visual_projection", "text_projection")
 ROUTERS = ("router", "shared_expert_gate")  # and a `gate` beside `experts`; a gated MLP has a `gate` too
 ADAPTERS = ("lora_A", "lora_B", "lora_magnitude_vector", "modules_to_save")
+SAVED = re.compile(r"\bmodules_to_save\.[^.]+")  # peft's whole copy of a layer, which is trained in its place
 EXPERTS = ("gate_up_proj", "down_proj", "gate_proj", "up_proj", "w1", "w2", "w3")
 CHOSEN = ("top_k", "num_experts_per_tok")  # names, in mixtures of experts, for how many a token passes
 FLAT = "moe_num_experts"  # of a module whose experts lie one after the other in 2-D parameters: DBRX's
@@ -172,7 +174,7 @@ def decide(
         if not any(fnmatch.fnmatchcase(name, pattern) for name, *_ in layers):
             raise UnknownName("overrides pattern (no linear layer matches it)", pattern, [name for name, *_ in layers])
     choosy, bypassed = dict.fromkeys(_heads(model), HEAD) | dict.fromkeys(_routers(model), ROUTER), uncalled(model)
-    decisions = []
+    decisions, modules = [], dict(model.named_modules())
     for name, module, shape in layers:
         override = next((chosen[p] for p in reversed(chosen) if fnmatch.fnmatchcase(name, p)), None)
         wanted, reason = override or asked, "overrides" if override else "recipe"
@@ -180,7 +182,8 @@ def decide(
         if skip is not None:
             left = "skip() returned True" if skip(name, module) else None
         elif override is None:
-            left = choosy.get(id(module)) or (ADAPTER if _in_adapter(name) else None)
+            original = SAVED.sub("original_module", name)
+            left = choosy.get(id(modules.get(original, module))) or (ADAPTER if _in_adapter(original) else None)
         key = parameter_of(name, module)
         if left is None and not wanted.is_fp8 and _same_dtype(module, key, wanted):
             left = f"{reason}: {wanted.name}, which it computes in already"

@@ -9,6 +9,7 @@ import peft
 import pytest
 import torch
 from support import converted, same
+from tiny_models import llama, tokens
 from torch import nn
 
 import fp8engine as fe
@@ -124,3 +125,21 @@ def test_an_adapter_that_reads_the_weight_and_calls_no_layer_is_warned_of():
     model.merge_adapter()
     model(x())
     assert fe.inspect(model).totals["never_ran"] == 0
+
+
+def test_a_whole_layer_that_an_adapter_trains_is_what_the_original_is():
+    """modules_to_save puts a copy beside the layer, which is in FP8 where the layer would be; a head stays a head."""
+    found = []
+    for order in ORDERS:
+        torch.manual_seed(1)
+        model = converted(llama(), "rowwise") if order == "convert first" else llama()
+        saved = ["down_proj", "lm_head"]
+        torch.manual_seed(2)
+        model = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"], modules_to_save=saved))
+        model = model if order == "convert first" else converted(model, "rowwise")
+        model(input_ids=tokens(4)).logits.square().sum().backward()
+        rows = {row["name"]: row for row in fe.inspect(model).layers if "modules_to_save" in row["name"]}
+        recipes = {name.split(".modules_to_save")[0].rpartition(".")[2]: row["recipe"] for name, row in rows.items()}
+        assert recipes == {"down_proj": "rowwise", "lm_head": "none"}, order
+        found.append([p.grad for p in model.parameters() if p.requires_grad])
+    assert same(*found)
