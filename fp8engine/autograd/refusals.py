@@ -42,7 +42,7 @@ def check_classes(x: torch.Tensor, weight_NK: torch.Tensor, name: str) -> None:
         )
 
 
-def check_caller(x: torch.Tensor, weight_NK: torch.Tensor, name: str) -> None:
+def check_caller(x: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor | None, name: str) -> None:
     """Raise ScriptError inside torch.jit.trace, GradientError inside a transform of torch.func and for a dual tensor.
 
     Not for code under torch.compile.
@@ -52,7 +52,7 @@ def check_caller(x: torch.Tensor, weight_NK: torch.Tensor, name: str) -> None:
     if _torch.tracing():
         raise no_script(name, "torch.jit.trace")
     if _torch.forward_ad._current_level >= 0 and any(
-        _torch.forward_ad.unpack_dual(t).tangent is not None for t in (x, weight_NK)
+        t is not None and _torch.forward_ad.unpack_dual(t).tangent is not None for t in (x, weight_NK, bias_N)
     ):
         raise no_transform(name, "forward-mode AD (forward_ad, jvp, jacfwd, hessian)")
 

@@ -75,9 +75,16 @@ def test_a_transform_is_refused_with_the_layer_and_the_remedy(recipe: str, asked
     model(batch(0)).sum().backward()  # and goes on as before
 
 
-def test_forward_mode_is_refused_by_its_own_name():
+def dual_bias(model, x):
+    bias = model[0].bias.detach()
+    with forward_ad.dual_level():
+        return functional_call(model, {"0.bias": forward_ad.make_dual(bias, bias)}, x)
+
+
+@pytest.mark.parametrize("asked", [dual, dual_bias])
+def test_forward_mode_is_refused_by_its_own_name(asked):
     with pytest.raises(fe.errors.GradientError, match=r"^0: .* does not take forward-mode AD .*'bf16'"):
-        dual(net("current"), batch(0))
+        asked(net("current"), batch(0))
 
 
 @pytest.mark.parametrize("asked", [*TRANSFORMS, *FORWARD_MODE])
