@@ -75,6 +75,15 @@ def test_a_transform_is_refused_with_the_layer_and_the_remedy(recipe: str, asked
     model(batch(0)).sum().backward()  # and goes on as before
 
 
+@pytest.mark.parametrize("asked", TRANSFORMS)
+def test_a_transform_is_refused_in_a_graph_as_well(asked: str):
+    """Of `grad` a graph gave zeros."""
+    torch._dynamo.reset()
+    model = net("current")
+    with pytest.raises(fe.errors.GradientError, match=r"^0: an FP8 layer does not take torch\.func's transforms"):
+        torch.compile(lambda x: TRANSFORMS[asked](model, x), backend="aot_eager")(batch(0))
+
+
 def dual_bias(model, x):
     bias = model[0].bias.detach()
     with forward_ad.dual_level():
