@@ -172,6 +172,12 @@ def compiled_autograd() -> bool:
     return config.compiled_autograd or compiled_autograd.compiled_autograd_enabled
 
 
+@constant_in_graphs
+def transforms_traced() -> bool:
+    """`transforms_active`, asked by code that Dynamo traces: whether it traces inside of a transform."""
+    return transforms_active()
+
+
 constant_in_graphs(compiled_autograd)
 
 

@@ -9,13 +9,13 @@ graph, x has no attributes.
 
 Saved for backward: X as FP8 codes in the orientation wgrad reads (or in 16 bits where wgrad is), its scale, and the
 parameter itself.  What the 16-bit alternative keeps, x, is not.  A weight that needs no gradient saves no X; an x that
-needs none spends no dgrad.
+needs none saves no parameter and spends no dgrad.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -193,8 +193,8 @@ class _Linear(torch.autograd.Function):
             kept_scale = scale
         elif use.needs_w and kept is None:
             kept = a if data is None and recipe.wgrad[1] is recipe.forward[0] else plain(matrix(x), recipe.wgrad[1])
-        ctx.save_for_backward(kept, kept_scale, weight_NK, *weight_KN, *remade)
-        ctx.use, ctx.forms, ctx.copies, ctx.x_like = use, forms, copies, (x.shape, x.dtype)
+        ctx.save_for_backward(kept, kept_scale, weight_NK if use.needs_x else None, *weight_KN, *remade)
+        ctx.use, ctx.forms, ctx.copies, ctx.like = use, forms, copies, (x.shape, x.dtype, weight_NK.dtype)
         return in_shape_of(x, y_MN)
 
     @staticmethod
@@ -202,7 +202,7 @@ class _Linear(torch.autograd.Function):
         # Read once: checkpoints unpack nothing a second time.
         kept, scale, weight_NK, *weight_KN = ctx.saved_tensors
         weight_KN, remade = weight_KN[:2], weight_KN[2:]
-        use, forms, copies, (shape, dtype) = resumed(ctx.use, dy), ctx.forms, {}, ctx.x_like
+        use, forms, copies, (shape, *dtypes) = resumed(ctx.use, dy), ctx.forms, {}, ctx.like
         if not use.where.compiling:
             # Taken out: a loss that the user keeps alive keeps this node alive, and with it these operands.
             copies, ctx.copies = ctx.copies, {}
@@ -217,7 +217,7 @@ class _Linear(torch.autograd.Function):
             if isinstance(dy_MN, Float8Tensor):
                 dy_MN = take_gradient(use, dy_MN)
             found = None if use.where.compiling or "fp8" not in vars(dy) else operands_of_gradient(dy)
-            dx_MK, dw_NK, db_N = gradients(use, dy_MN, kept, (weight_NK, weight_KN, copies), dtype, found)
+            dx_MK, dw_NK, db_N = gradients(use, dy_MN, kept, (weight_NK, weight_KN, copies), dtypes, found)
         return None if dx_MK is None else dx_MK.view(shape), dw_NK, db_N, *[None] * (6 + len(remade))
 
 
@@ -226,22 +226,22 @@ def gradients(
     dy: torch.Tensor | tuple,
     kept: Either | None,
     weight: tuple,
-    dtype: torch.dtype,
+    dtypes: Sequence[torch.dtype],
     found: Operands | None = None,
 ) -> tuple:
-    """(dx [M, K] in `dtype`, dw, db), None for what is not needed.  use: as `resumed` gives it.
+    """(dx [M, K], dw, db), None for what is not needed.  use: as `resumed` gives it.  dtypes: of dx and of dw.
 
     dy: [M, N], or its operands.  found: what an activation's backward has made of it.  kept: X^T for wgrad.
-    weight: the parameter, then what `weight_pair` gave beside W.
+    weight: the parameter, where dx is needed, then what `weight_pair` gave beside W.
     """
     if found is not None and found.producer is not None:
         found.producer.read_by(use.numerics, use.where.on_codes and use.needs_x and use.needs_w)
     d, d_t, db_N = gradient_pair(use, dy, found or {}) if isinstance(dy, torch.Tensor) else dy
     dx_MK = dw_NK = None
     if use.needs_x:
-        dx_MK = product(use, d, weight_for_dgrad(use, *weight), None, dtype, "dgrad")
+        dx_MK = product(use, d, weight_for_dgrad(use, *weight), None, dtypes[0], "dgrad")
     if use.needs_w:
-        dw_NK = product(use, d_t, kept, None, weight[0].dtype, "wgrad")
+        dw_NK = product(use, d_t, kept, None, dtypes[1], "wgrad")
     if db_N is None or not use.needs_b:
         return dx_MK, dw_NK, None
     return dx_MK, dw_NK, db_N if db_N.dtype == use.bias_dtype else db_N.to(use.bias_dtype)

@@ -107,7 +107,7 @@ def use_of(numerics: Numerics, x: torch.Tensor, weight: torch.Tensor, bias_N, co
     if type(x) not in PLAIN or type(weight) not in PLAIN:
         check_classes(x, weight, numerics.name)
     if not compiling and (transforms_active() or tracing() or forward_ad._current_level >= 0):
-        check_caller(x, weight, numerics.name)
+        check_caller(x, weight, bias_N, numerics.name)
     record, needs = torch.is_grad_enabled(), (False, False, False)
     if record:
         needs = x.requires_grad, weight.requires_grad, bias_N is not None and bias_N.requires_grad

@@ -24,7 +24,7 @@ def product(use: Any, a: Any, b: Any, bias_N, out: torch.dtype, which: str) -> t
     if isinstance(a, Operand):
         return use.where.products.matmul(a, b, bias_N, out, use.recipe.precision[which])
     y_MN = matmul.matmul_fp16(a, b.to(a.dtype)).to(out)
-    return y_MN if bias_N is None else y_MN + bias_N
+    return y_MN if bias_N is None else y_MN + bias_N.to(out)
 
 
 def in_16_bits(use: Any, a: Any, b: Any, bias_N, out: torch.dtype) -> torch.Tensor:

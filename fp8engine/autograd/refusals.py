@@ -26,6 +26,7 @@ from fp8engine.scaling.whole_graph import check_limit
 
 INPUTS = (*PLAIN, Float8Tensor)
 WEIGHTS = (*PLAIN, GatheredWeight)
+TRANSFORMS = "torch.func's transforms (grad, vjp, vmap, jvp)"
 BATCH = "several gradients at once (vmap of a backward pass, is_grads_batched=True, jacobian(vectorize=True))"
 
 
@@ -42,23 +43,23 @@ def check_classes(x: torch.Tensor, weight_NK: torch.Tensor, name: str) -> None:
         )
 
 
-def check_caller(x: torch.Tensor, weight_NK: torch.Tensor, name: str) -> None:
+def check_caller(x: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor | None, name: str) -> None:
     """Raise ScriptError inside torch.jit.trace, GradientError inside a transform of torch.func and for a dual tensor.
 
     Not for code under torch.compile.
     """
     if _torch.transforms_active():
-        raise no_transform(name, "torch.func's transforms (grad, vjp, vmap, jvp)")
+        raise no_transform(name, TRANSFORMS)
     if _torch.tracing():
         raise no_script(name, "torch.jit.trace")
     if _torch.forward_ad._current_level >= 0 and any(
-        _torch.forward_ad.unpack_dual(t).tangent is not None for t in (x, weight_NK)
+        t is not None and _torch.forward_ad.unpack_dual(t).tangent is not None for t in (x, weight_NK, bias_N)
     ):
         raise no_transform(name, "forward-mode AD (forward_ad, jvp, jacfwd, hessian)")
 
 
 def check_graph(numerics: Any) -> None:
-    """Raise GradientError in a graph that torch.compile traces whose backward is left to compiled autograd.
+    """Raise GradientError in a graph that torch.compile traces in a transform, or with compiled autograd for backward.
 
     numerics: of the layer.  Its name is read where it is told alone: torch 2.11's Dynamo makes a graph for each name
     that it is given, and equal blocks would be no longer one.
@@ -67,6 +68,8 @@ def check_graph(numerics: Any) -> None:
     an IndexError.  What `auto` asks of such a graph is checked as well (`check_limit`).
     """
     check_limit(numerics.state)
+    if _torch.transforms_traced():
+        raise no_transform(numerics.name, TRANSFORMS)
     if _torch.compiled_autograd():
         raise GradientError(
             f"{numerics.name}: compiled autograd takes no compiled FP8 layer: set "

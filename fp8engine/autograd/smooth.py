@@ -105,7 +105,7 @@ class _Smoothed(torch.autograd.Function):
             kept = transposed(kept)
         weight = (_times(weight_NK, s_K), codes, copies)
         with running_on(use.where.asked):
-            dx_MK, dw_NK, db_N = gradients(use, matrix(dy), kept, weight, _wide(dtype))
+            dx_MK, dw_NK, db_N = gradients(use, matrix(dy), kept, weight, (_wide(dtype), weight[0].dtype))
         if dx_MK is not None:
             dx_MK = (dx_MK * s_K.reciprocal().to(dx_MK.dtype)).to(dtype).view(shape)
         if dw_NK is not None:

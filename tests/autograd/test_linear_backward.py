@@ -92,6 +92,20 @@ def test_a_weight_changed_between_forward_and_backward_is_refused_as_torch_does(
         y.sum().backward()
 
 
+@every_recipe
+def test_a_weight_that_no_dgrad_reads_may_change_before_the_backward_and_be_an_inference_tensor(recipe: str):
+    layer, x = fe.Linear(32, 16, recipe=recipe), torch.randn(4, 32)
+    (want,) = torch.autograd.grad(layer(x).sum(), layer.weight)
+    y = layer(x)
+    with torch.no_grad():
+        layer.weight.mul_(2)  # as nn.Linear, whose backward reads x alone here
+    assert torch.equal(torch.autograd.grad(y.sum(), layer.weight)[0], want)
+    want = layer(x)
+    with torch.inference_mode():
+        layer.weight = torch.nn.Parameter(layer.weight.clone())
+    assert torch.equal(layer(x), want)
+
+
 def test_an_input_changed_after_the_forward_does_not_matter():
     # Its FP8 copy is what is saved.
     layer, x = fe.Linear(32, 16, recipe="current"), torch.randn(4, 32)

@@ -75,9 +75,25 @@ def test_a_transform_is_refused_with_the_layer_and_the_remedy(recipe: str, asked
     model(batch(0)).sum().backward()  # and goes on as before
 
 
-def test_forward_mode_is_refused_by_its_own_name():
+@pytest.mark.parametrize("asked", TRANSFORMS)
+def test_a_transform_is_refused_in_a_graph_as_well(asked: str):
+    """Of `grad` a graph gave zeros."""
+    torch._dynamo.reset()
+    model = net("current")
+    with pytest.raises(fe.errors.GradientError, match=r"^0: an FP8 layer does not take torch\.func's transforms"):
+        torch.compile(lambda x: TRANSFORMS[asked](model, x), backend="aot_eager")(batch(0))
+
+
+def dual_bias(model, x):
+    bias = model[0].bias.detach()
+    with forward_ad.dual_level():
+        return functional_call(model, {"0.bias": forward_ad.make_dual(bias, bias)}, x)
+
+
+@pytest.mark.parametrize("asked", [dual, dual_bias])
+def test_forward_mode_is_refused_by_its_own_name(asked):
     with pytest.raises(fe.errors.GradientError, match=r"^0: .* does not take forward-mode AD .*'bf16'"):
-        dual(net("current"), batch(0))
+        asked(net("current"), batch(0))
 
 
 @pytest.mark.parametrize("asked", [*TRANSFORMS, *FORWARD_MODE])

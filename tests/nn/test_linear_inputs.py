@@ -108,6 +108,15 @@ def test_autocast_gives_the_dtypes_of_nn_linear(form: str, recipe: str, dtype, c
     assert {grad.dtype for grad in torch.autograd.grad(y.sum(), [x, *model.parameters()])} == {dtype}
 
 
+@pytest.mark.parametrize(("dtype", "cast"), AUTOCAST, ids=str)
+def test_autocast_gives_its_dtype_where_only_the_backward_is_in_fp8(dtype, cast):
+    plain, fp8 = fe.Cast(fe.BF16), fe.Cast(fe.E4M3)
+    mine = fe.Recipe(input=plain, weight=plain, grad_output=fp8, weight_for_dgrad=fp8, input_for_wgrad=fp8)
+    layer = fe.Linear(32, 16, recipe=mine, dtype=dtype)
+    with torch.autocast("cpu", dtype=cast):
+        assert layer(torch.randn(4, 32, dtype=dtype)).dtype == cast
+
+
 @pytest.mark.parametrize("cast", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("shape", [(8, 32, 16), (160, 128, 192)], ids=str)  # held for emulation in FP32, in BF16
 @pytest.mark.parametrize("recipe", FP8_RECIPES)
