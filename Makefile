@@ -61,8 +61,8 @@ types: $(VENV)/dev.stamp  ## pyright; mypy of a file such as users write
 codegen: $(VENV)/dev.stamp  ## compile every kernel for its cards, no GPU needed; CHANGED=1: only what changed; UPDATE=1: new baseline
 	$(PY) benchmarks/codegen.py --jobs $(JOBS) $(if $(CHANGED),--changed) $(if $(UPDATE),--update)
 
-codegen-all: $(VENV)/dev.stamp  ## before a release: the same with every Triton that users get (4 GB in .tritons, 15 minutes each), then compared
-	$(PY) benchmarks/codegen_all.py --jobs $(JOBS) $(if $(CHANGED),--changed) $(if $(UPDATE),--update)
+codegen-all: $(VENV)/dev.stamp  ## before a release: the same with every Triton that users get (4 GB in .tritons, 15 minutes each), then compared; ONLY=3.6.0: one
+	$(PY) benchmarks/codegen_all.py --jobs $(JOBS) $(if $(ONLY),--only $(ONLY)) $(if $(CHANGED),--changed) $(if $(UPDATE),--update)
 
 resolve: $(VENV)/dev.stamp  ## can every extra be installed, on every Python and system?  By the metadata of the package index alone
 	$(PY) benchmarks/resolve.py

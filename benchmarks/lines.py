@@ -24,23 +24,23 @@ ENGINE = ("numerics", "ops", "scaling", "autograd", "auto", "nn", "convert")  # 
 GOALS = {"engine": 8_600, "kernels": 2_500, "package": 20_600}  # lines of code
 # By room: lines of code that it may have.
 BUDGET = {
-    "amp": 2_942,
+    "amp": 2_967,
     "auto": 1_636,
-    "autograd": 2_031,
+    "autograd": 2_034,
     "bench": 793,
-    "cli": 955,
-    "convert": 1_648,
+    "cli": 959,
+    "convert": 1_651,
     "demo": 1_015,
     "distributed": 2_179,
-    "export": 1_315,
+    "export": 1_321,
     "integrations": 195,
-    "kernels": 2_890,
+    "kernels": 2_877,
     "nn": 1_415,
     "numerics": 610,
-    "ops": 3_105,
-    "report": 2_787,
+    "ops": 3_102,
+    "report": 2_792,
     "scaling": 1_306,
-    "top level": 413,
+    "top level": 416,
 }
 NO_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 

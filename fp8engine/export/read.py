@@ -39,7 +39,13 @@ def load(path: str | os.PathLike, kind: Any = None, **options: Any) -> Any:
     whole = kind is None
     kind = kind or _architecture(transformers, config)
     options |= {"config": config, "local_files_only": True, "output_loading_info": True}
+    options |= {"ignore_mismatched_sizes": True}  # or transformers raises an error of its own, without the name
     model, info = kind.from_pretrained(folder, **options)
+    for name, in_file, wanted in sorted(info["mismatched_keys"]):
+        raise StateError(
+            f"{folder}: {name} is {list(in_file)} in the files and {list(wanted)} in {type(model).__name__} under this "
+            "config.json: export the model again, with its own config.json"
+        )
     if missing := sorted(info["missing_keys"]):
         raise StateError(
             f"{folder}: {len(missing)} tensors of {type(model).__name__} are not in the files, {missing[0]} the first; "

@@ -99,7 +99,8 @@ def test_another_triton_is_first_on_the_path(tmp_path, monkeypatch):
 
 
 def test_the_comparison_fails_without_a_reason(monkeypatch, capsys):
-    assert not codegen_all.compared()
+    assert not codegen_all.compared(baselines.RANGE)
     monkeypatch.setattr(versions, "worse", lambda found: [versions.Worse("k", "spills", "3.9.0", 8, 0, "3.6.0", 100)])
-    assert codegen_all.compared()
+    assert not codegen_all.compared(["3.6.0"])
+    assert codegen_all.compared(["3.6.0", "3.9.0"])
     assert "FAILED k: Triton 3.9.0 has 8 bytes spilled" in capsys.readouterr().out

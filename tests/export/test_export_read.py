@@ -173,6 +173,7 @@ def test_folders_that_are_none(exported, tmp_path: Path):
     assert load(folder, transformers.AutoModelForCausalLM)
     for change, told in (
         ({"hidden_size": 64}, "of this config has"),
+        ({"vocab_size": 7}, r"lm_head.weight is \[\d+, \d+\] in the files and \[7, \d+\] in Llama"),
         ({"num_hidden_layers": 3}, "tensors of LlamaForCausalLM are not in the files"),
         (
             {"num_hidden_layers": 1},

@@ -1,5 +1,6 @@
 """The report while a model trains, by the real Trainer, Lightning and Accelerate; wandb alone is a stand-in module."""
 
+import importlib.util
 import math
 import re
 import sys
@@ -132,7 +133,8 @@ def test_a_folder_that_wandb_writes_into_is_not_its_package(tmp_path: Path, monk
 
 def test_without_packages_the_page_alone_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "wandb", None)  # pyright: ignore[reportArgumentType]
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    real = importlib.util.find_spec
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "tensorboard" else real(name))
     for callback in (ReportCallback, ForLightning):
         with pytest.warns(fe.errors.ReportWarning, match=r"no TensorBoard events.*pip install 'fp8engine\[report\]'"):
             callback(tmp_path)
