@@ -74,7 +74,7 @@ def folder_of(package: str) -> Path:
     """The folder of an installed package, which is not imported: its other dependencies may be missing."""
     found = importlib.util.find_spec(package)
     if found is None or not found.submodule_search_locations:
-        raise SystemExit(f"{package} is not installed: {(__doc__ or '').splitlines()[-4]}")
+        raise SystemExit(f"{package} is not installed: {(__doc__ or '').splitlines()[-2]}")
     return Path(found.submodule_search_locations[0])
 
 
