@@ -172,13 +172,15 @@ def compiled_autograd() -> bool:
     return config.compiled_autograd or compiled_autograd.compiled_autograd_enabled
 
 
-@constant_in_graphs
+constant_in_graphs(compiled_autograd)
+
+
 def transforms_traced() -> bool:
-    """`transforms_active`, asked by code that Dynamo traces: whether it traces inside of a transform."""
+    """`transforms_active` for code that Dynamo traces: whether it traces inside of a transform."""
     return transforms_active()
 
 
-constant_in_graphs(compiled_autograd)
+constant_in_graphs(transforms_traced)
 
 
 def made_in_graph(name: str) -> None:

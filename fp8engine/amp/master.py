@@ -118,7 +118,8 @@ class MasterWeights(Wrapped):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Step the masters, then round them into the parameters; a closure sees the parameters of each evaluation.
 
-        Raises OptimizerError if a 16-bit gradient was changed after its FP32 copy had been (clipped after unscale_).
+        Raises OptimizerError if a 16-bit gradient was changed after its FP32 copy had been (clipped after unscale_),
+        and for a parameter that was moved or cast after this optimizer was made.
         """
         self._pairs.follow()
         self._check_dtypes()

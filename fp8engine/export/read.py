@@ -39,7 +39,7 @@ def load(path: str | os.PathLike, kind: Any = None, **options: Any) -> Any:
     whole = kind is None
     kind = kind or _architecture(transformers, config)
     options |= {"config": config, "local_files_only": True, "output_loading_info": True}
-    options |= {"ignore_mismatched_sizes": True}  # or transformers raises an error of its own, without the name
+    options["ignore_mismatched_sizes"] = True  # they are refused here, by name; transformers' own error has no name
     model, info = kind.from_pretrained(folder, **options)
     for name, in_file, wanted in sorted(info["mismatched_keys"]):
         raise StateError(

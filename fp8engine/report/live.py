@@ -34,7 +34,8 @@ class LiveReport:
     every: steps from one to the next; writing waits for the device.  TensorBoard's events need its package; without it
     a ReportWarning says so and `targets` has no "tensorboard".  A run of wandb gets the report's sums and the page once
     `wandb.init` has begun it.
-    Of several processes each calls `step`, and the first writes.  Raises ReportError where a file cannot be written.
+    Of several processes each calls `step`, and the first writes.  Raises ReportError for an `every` that is no whole
+    number of 1 or more, and where a file cannot be written.
 
     >>> import tempfile
     >>> from fp8engine.nn import Linear
