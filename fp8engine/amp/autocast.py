@@ -74,7 +74,7 @@ class autocast(_Anew):
     made outside and entered inside breaks the graph.  Inside a checkpoint in a compiled function Dynamo (torch 2.13)
     drops every function mode, and these lists with it: compile the decorated block, and checkpoint that.
     Backward: call it after the block.  Inside, torch's autocast casts the products of backward as it casts any,
-    those of black functions too.
+    those of black functions too.  torch.amp.custom_bwd restores torch's autocast, not these lists.
 
     Raises UnknownName (device), BackendError (no such device here; BF16 on a card without it), UnsupportedDtype
     (neither 16-bit dtype), OpListError (lists that are no OpLists).

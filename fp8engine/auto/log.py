@@ -13,7 +13,6 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from fp8engine import files
 from fp8engine.auto.failures import some
 from fp8engine.errors import InvalidRecipe, StateError
 from fp8engine.numerics.recipe import Recipe
@@ -65,10 +64,11 @@ class Change:
     @staticmethod
     def from_dict(found: Mapping) -> Change:
         """The inverse of `to_dict`."""
+        if (step := operator.index(found["step"])) < 0:
+            raise ValueError(f"a change at step {step}: steps are counted from 0")
         recipe = Recipe.from_json(json.dumps(found["recipe"]))
-        return Change(
-            operator.index(found["step"]), found["layer"], recipe, tuple(SlotChange(**slot) for slot in found["slots"])
-        )
+        slots = tuple(SlotChange(**slot) for slot in found["slots"])
+        return Change(**{**found, "step": step, "recipe": recipe, "slots": slots})  # TypeError for a key that is none
 
 
 @dataclass(frozen=True)
@@ -79,15 +79,15 @@ class Plan:
     start: Recipe
     changes: tuple[Change, ...]
 
-    def save(self, path: str | os.PathLike) -> None:
-        """Write it as JSON, whole or not at all."""
+    def to_json(self) -> str:
+        """The plan as a file holds it."""
         whole = {
             "version": VERSION,
             "layers": {name: list(shape) for name, shape in self.layers.items()},
             "start": json.loads(self.start.to_json()),
             "changes": [change.to_dict() for change in self.changes],
         }
-        files.write(path, json.dumps(whole, indent=1))
+        return json.dumps(whole, indent=1)
 
     @staticmethod
     def load(path: str | os.PathLike) -> Plan:
@@ -95,13 +95,14 @@ class Plan:
         try:
             with open(path, encoding="utf-8") as file:
                 whole = json.load(file)
-            if whole["version"] != VERSION:
-                raise ValueError(f"version {whole['version']!r}; this engine reads {VERSION}")
+            if (version := whole.pop("version")) != VERSION:
+                raise ValueError(f"version {version!r}; this engine reads {VERSION}")
             layers = {name: tuple(shape) for name, shape in whole["layers"].items()}
             changes = tuple(sorted(map(Change.from_dict, whole["changes"]), key=lambda change: change.step))
             if strange := {change.layer for change in changes} - layers.keys():
                 raise KeyError(f"changes of {min(strange)!r}, which is none of its layers")
-            return Plan(layers, Recipe.from_json(json.dumps(whole["start"])), changes)
+            start = Recipe.from_json(json.dumps(whole["start"]))
+            return Plan(**{**whole, "layers": layers, "start": start, "changes": changes})
         except (OSError, ValueError, KeyError, TypeError, AttributeError, InvalidRecipe) as error:
             raise StateError(
                 f"plan {os.fspath(path)} cannot be used ({type(error).__name__}: {error}); "

@@ -1,7 +1,7 @@
 """Checkpoints of a sharded model by torch.distributed.checkpoint, for any number of ranks to load, and for torch.
 
     path/.metadata      torch's, which names the files of the checkpoint: one rename makes a new one the checkpoint
-    path/data-1a2b3c4d  what one save wrote; removed once .metadata names another's
+    path/data-1a2b...   what one save wrote, 16 hexadecimal digits; removed once .metadata names another's
 
 A first save writes all of that to path.part, and renames it: `path` is there only when it is whole.  Parts "model" and
 "optimizer" are torch's own, so that `dcp_to_torch_save` and `dcp.load` read them without this library.  `load` reads
@@ -32,7 +32,7 @@ from fp8engine.errors import StateError
 from fp8engine.ops import ranks
 
 METADATA = ".metadata"  # torch's name for it; a folder that has it is whole
-DATA = "data-"
+DATA, DIGITS = "data-", 16
 
 
 class Stateful(Protocol):
@@ -143,19 +143,18 @@ def _on_all(action: Callable[[], object], failed: str, remedy: str = "see the ra
 
 
 def _whole(path: Path) -> Path | None:
-    """The folder of the checkpoint: `path`, or one beside it that a save has left which was killed before its rename.
+    """The folder of the checkpoint: `path`, or the part beside it of a save that was killed before its rename.
 
-    "before" is the name that older versions gave to what they were replacing.  Raises OSError where it cannot be read.
+    Raises OSError where it cannot be read.
     """
-    beside = (path, Path(f"{path}.part"), Path(f"{path}.before"))
-    return next((folder for folder in beside if (folder / METADATA).exists()), None)
+    return next((folder for folder in (path, Path(f"{path}.part")) if (folder / METADATA).exists()), None)
 
 
 def _begin(path: Path) -> Path:
     """An empty folder for what a save writes, in the checkpoint that it will replace or, where none is, in a part."""
     folder = _whole(path) or (path if path.exists() else Path(f"{path}.part"))
     _tidy(folder)
-    into = folder / f"{DATA}{secrets.token_hex(4)}"
+    into = folder / f"{DATA}{secrets.token_hex(DIGITS // 2)}"
     into.mkdir(parents=True)
     return into
 
@@ -174,16 +173,21 @@ def _finish(path: Path, into: Path) -> None:
         folder.rename(path)
         files.sync_folder(path.parent)
     _tidy(path)
-    for beside in (f"{path}.part", f"{path}.before"):
-        shutil.rmtree(beside, ignore_errors=True)
+    _tidy(part := Path(f"{path}.part"))
+    with contextlib.suppress(OSError):  # where it is not there, or holds what no save has written
+        part.rmdir()
 
 
 def _tidy(folder: Path) -> None:
-    """Remove what saves have left in a folder that its metadata does not name, as far as the system lets us."""
+    """Remove what saves have left in a folder that its metadata does not name, as far as the system lets us.
+
+    By names that nothing else has: what a user keeps in the same folder stays.
+    """
     used = set()
     if (folder / METADATA).exists():
         used = {Path(stored.relative_path).parts[0] for stored in _metadata(folder).storage_data.values()}
-    for each in (*folder.glob(f"{DATA}*"), *folder.glob("__*.distcp")):  # the second: torch's own layout
+    digits = "[0-9a-f]" * DIGITS
+    for each in (*folder.glob(f"{DATA}{digits}"), *folder.glob("__[0-9]*_[0-9]*.distcp")):  # the second: torch's own
         if each.name not in used:
             shutil.rmtree(each, ignore_errors=True)
             with contextlib.suppress(OSError):

@@ -58,13 +58,14 @@ def fingerprint(x: torch.Tensor, whole: bool = True) -> list[float]:
         per_word = 1
     words = memory[: size - size % per_word].view(INTEGERS[per_word * x.itemsize])
     end = size - size % RUN
-    held = memory[: end if x.dtype in WEIGHTED else 0]
-    if x.dtype == torch.bfloat16 and per_word > 1:  # two numbers as one: a product then takes a quarter of the time
-        held = held.view(torch.float32)
-    if held.numel():
+    runs = b""
+    if end and x.dtype in WEIGHTED:
+        held = memory[:end]
+        if x.dtype == torch.bfloat16 and per_word > 1:  # two numbers as one: a product then takes a quarter of the time
+            held = held.view(torch.float32)
         held = held.view(end // RUN, -1)
-        held = torch.mv(held, _weights(held.dtype)[: held.shape[1]])
-    return [*samples, words.sum().item(), hash(held.view(torch.uint8).numpy().tobytes()), *memory[end:].tolist()]
+        runs = torch.mv(held, _weights(held.dtype)[: held.shape[1]]).view(torch.uint8).numpy().tobytes()
+    return [*samples, words.sum().item(), hash(runs), *memory[end:].tolist()]
 
 
 @functools.cache

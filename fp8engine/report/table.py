@@ -27,11 +27,11 @@ class Report(Facts):
     def save_plan(self, path: str | os.PathLike) -> None:
         """Write the decisions so far, for `fe.auto(plan=path)` to repeat step by step.
 
-        Raises StateError where no layer is under `auto`.
+        Raises StateError where no layer is under `auto`, ReportError for a path that cannot be written.
         """
         if not self.auto.plans:
             raise StateError('save_plan: no layer is under "auto", so nothing was decided; fe.convert(model, "auto")')
-        merge(self.auto.plans).save(path)
+        _write(path, merge(self.auto.plans).to_json())
 
     def to_dict(self) -> dict:
         """Everything, in types that JSON knows."""
@@ -47,11 +47,7 @@ class Report(Facts):
         Formats over time are drawn of layers under `auto`; for fixed recipes the page says why there are none.
         Raises ReportError for losses that are no numbers, or a path that cannot be written.
         """
-        text = page(self, losses, flow)
-        try:
-            files.write(path, text.encode(errors="replace"))  # losses and names may hold what UTF-8 does not
-        except OSError as error:
-            raise ReportError(f"cannot write {os.fspath(path)}: {error.strerror or error}") from error
+        _write(path, page(self, losses, flow))
 
     def to_tensorboard(self, logdir: str | os.PathLike) -> None:
         """Write everything that was sampled so far as TensorBoard's events, each sample at its own step.
@@ -64,7 +60,10 @@ class Report(Facts):
             writer.write_report(self)
 
     def to_csv(self, path: str | os.PathLike) -> None:
-        """One line a layer, the slots' numbers flattened into columns such as `input.amax`."""
+        """One line a layer, the slots' numbers flattened into columns such as `input.amax`.
+
+        Raises ReportError for a path that cannot be written.
+        """
         slots = [f"{role}.{key}" for role in ROLES for key in SLOT_COLUMNS]
         text = io.StringIO()
         writer = csv.writer(text)
@@ -72,7 +71,7 @@ class Report(Facts):
         for layer in self.layers:
             numbers = [layer[role].get(key, "") for role in ROLES for key in SLOT_COLUMNS]
             writer.writerow([folded.shape_of(layer) if key == "shape" else layer[key] for key in COLUMNS] + numbers)
-        files.write(path, text.getvalue())
+        _write(path, text.getvalue())
 
     def table(self, width: int | None = None, every: bool = False) -> str:
         """The sums and the layers as text, `width` columns wide; None: as the terminal, or unwrapped in a pipe.
@@ -164,3 +163,11 @@ class Report(Facts):
 
     def __str__(self) -> str:
         return self.table()
+
+
+def _write(path: str | os.PathLike, text: str) -> None:
+    """Write a file, whole or not at all; what UTF-8 does not hold, as names and losses may, becomes question marks."""
+    try:
+        files.write(path, text.encode(errors="replace"))
+    except OSError as error:
+        raise ReportError(f"cannot write {os.fspath(path)}: {error.strerror or error}") from error

@@ -163,13 +163,15 @@ SPOILT_PLANS = {
     "an empty dict": lambda text: "{}",
     "a step too few": lambda text: text.replace('"step": 1,', ""),
     "no layers": lambda text: json.dumps({**json.loads(text), "layers": []}),
+    "a key that no plan has": lambda text: json.dumps({**json.loads(text), "chagnes": []}),
+    "a key that no change has": lambda text: text.replace('"step": 1,', '"step": 1, "stpe": 2,'),
     "an empty change": lambda text: json.dumps({**json.loads(text), "changes": [{}]}),
     **{
         f"{word!r} for {right!r}": lambda text, right=right, word=word: text.replace(right, word)
         for right, word in (
             *(('"version": 1', '"version": 2'), ('"E4M3"', '"E4M4"'), ('"PerTensor"', '"PerHaps"')),
-            *(('"step": 1', '"step": "one"'), ('"why"', '"because"'), ('"start"', '"begin"')),
-            ('"layer": "blocks.0.up"', '"layer": "blocks.9.up"'),
+            *(('"step": 1', '"step": "one"'), ('"step": 1', '"step": -1'), ('"why"', '"because"')),
+            *(('"start"', '"begin"'), ('"layer": "blocks.0.up"', '"layer": "blocks.9.up"')),
         )
     },
 }

@@ -169,19 +169,16 @@ def test_a_save_that_is_killed_after_one_that_was_killed(first: bool, tmp_path: 
         assert set(seen) == {was, 3}
 
 
-def test_the_two_folders_of_an_interrupted_save_of_an_older_version(tmp_path: Path):
-    """Killed between its two renames it left a.before and a.part, both whole, and no a."""
-    path = tmp_path / "a"
-    for value, name in ((1, "a.before"), (2, "a.part")):
-        save(tmp_path / name, value)
-        plain(tmp_path / name)
-    assert not path.exists()
-    assert found(path) == 2
-    save(path, 3)
-    assert found(path) == 3
-    assert [each.name for each in tmp_path.iterdir()] == ["a"]
-    path.rename(tmp_path / "a.before")
-    assert found(path) == 3
+def test_what_a_user_keeps_beside_a_checkpoint_or_in_its_folder_stays(tmp_path: Path):
+    mine = ("a/data-raw/corpus", "a/data-2024.csv", "a/data-20241231/x", "a.before/copy", "a.part/note")
+    for name in mine:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("mine")
+    for value in (1, 2):
+        save(tmp_path / "a", value)
+        assert found(tmp_path / "a") == value
+        assert [(tmp_path / name).read_text() for name in mine] == ["mine"] * len(mine)
+    assert len(list((tmp_path / "a").iterdir())) == 3 + 2  # the latest save's folder, and .metadata
 
 
 def die_in_save(path: Path, value: int, fatal: int) -> None:

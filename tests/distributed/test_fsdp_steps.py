@@ -181,7 +181,20 @@ def no_gradient_is_lost_between_microbatches(rank: int) -> None:
         assert min(norms[0]) > 0
 
 
+def an_overflow_of_another_rank_is_told_as_one(rank: int) -> None:
+    """The second rank's data hold an Inf: there it is named, elsewhere the gradients are said to be a sum."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    for part in (*model, model):
+        fully_shard(part)
+    with fe.amp.find_overflow(model, torch.amp.GradScaler("cpu")) as watch:
+        model(torch.full((4, 8), float("inf") if rank else 1.0)).sum().backward()
+    (finding,) = watch.report().findings
+    assert finding.operand == ("input" if rank else "grad_weight")
+    assert ("sum over 2 ranks: if another made it, that one's report says where" in str(finding)) == (rank == 0)
+
+
 PARTS = named(
+    an_overflow_of_another_rank_is_told_as_one,
     blocks_unsharded_before_the_roots_forward,
     a_loop_of_ones_own_says_when_a_step_has_ended,
     weights_that_others_have_written_are_measured_again,

@@ -212,6 +212,15 @@ def test_a_fingerprint_is_short_whatever_it_is_of(dtype: torch.dtype, first: int
     assert fingerprint(x) != before
 
 
+@pytest.mark.parametrize("size", [1, 255, 256, 1000])
+def test_memory_can_be_resized_after_its_fingerprint(size: int):
+    """fully_shard frees and takes back a weight's memory at each step, which NumPy would forbid for ever."""
+    for dtype in (*DTYPES, torch.int8):
+        x = torch.ones(size).to(dtype)
+        fingerprint(x)
+        x.untyped_storage().resize_(0)
+
+
 def one_element(weight: torch.Tensor) -> None:
     weight[weight.shape[0] // 2, weight.shape[1] // 2] += 3
 

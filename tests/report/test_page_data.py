@@ -251,7 +251,11 @@ def test_what_cannot_be_drawn_or_written_is_refused(tmp_path):
 
 def test_a_run_under_a_plan_has_decisions_and_says_why_there_are_no_maps(tmp_path):
     model, _ = trained(fe.auto(interval=1))
-    fe.inspect(model).save_plan(tmp_path / "plan.json")
+    report = fe.inspect(model)
+    for write in (report.save_plan, report.to_csv):
+        with pytest.raises(ReportError, match=r"cannot write .*nowhere/plan.json: No such file"):
+            write(tmp_path / "nowhere" / "plan.json")
+    report.save_plan(tmp_path / "plan.json")
     again, _ = trained(fe.auto(plan=tmp_path / "plan.json"))
     text = page(fe.inspect(again))
     assert "This run repeats a plan: nothing is measured" in text

@@ -22,6 +22,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch.distributed as dist
 from torch import nn
 
 from fp8engine.amp.overflow.reading import Reading, largest
@@ -234,10 +235,11 @@ class Locator:
 
     def _of_weight(self, event: Event) -> Finding:
         layer = self._owner(event)
+        ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
         for region in self._compiled:  # whose gradients come all at once
             if inside(layer, region):
-                return _finding(event, region, "grad_weight", exact=False)
-        return _finding(event, layer, "grad_weight", parameter=event.name, exact=False)
+                return _finding(event, region, "grad_weight", exact=False, ranks=ranks)
+        return _finding(event, layer, "grad_weight", parameter=event.name, exact=False, ranks=ranks)
 
 
 def _finding(event: Event, layer: str | None, operand: str, **more: Any) -> Finding:

@@ -28,7 +28,7 @@ class Finding:
     step: counted from 0, calls of scaler.update where there is a scaler, else forward passes.  input_amax, output_amax:
     largest magnitudes at that step, going in (finite ones; into the op, into the layer where op_step is told) and
     coming out (NaN or Inf).  parameter: whose weight or gradient it is.  loss_scale: the scale at that step.
-    exact: False for a guess of a backward that was not watched op by op.
+    exact: False for a guess of a backward that was not watched op by op.  ranks: that gradients were summed over.
     guilty: False while a smaller loss scale may cure it, or has: cured_by is that scale (ledger.py).
     """
 
@@ -45,6 +45,7 @@ class Finding:
     guilty: bool = True
     cured_by: float | None = None
     op_step: int | None = None
+    ranks: int = 1
 
     @property
     def backward(self) -> bool:
@@ -76,6 +77,7 @@ class Finding:
             "before it reached the model: look at the loss function and the loss scale": self.operand == "grad_output",
             "before the model saw it: look at the data": self.operand == "input",
             "(a guess until a backward is watched op by op)": not self.exact,
+            f"(a sum over {self.ranks} ranks: if another made it, that one's report says where)": self.ranks > 1,
             '(which op: told when it comes again in the next pass, or by mode="ops")': self._op_is_open,
             self._verdict: True,
         }
