@@ -136,7 +136,7 @@ class KeptWeight:
             self.give_up()
             return Operands(), False, False  # held until backward, it would undo fully_shard's sharding
         mark = Mark.of(weight if weight._base is None else weight._base)  # a Conv1D's is a new view at every call
-        version, values = self.version, (weight.data_ptr(), weight.shape, weight._version, seen)
+        version, values = self.version, (weight.data_ptr(), (weight.shape, weight.stride()), weight._version, seen)
         stands = version.mark is mark and version.key[:-2] == values
         since = version.since if stands else predictions
         if self.cache is True:

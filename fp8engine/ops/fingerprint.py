@@ -31,8 +31,7 @@ def capturing(device: torch.device) -> bool:
 
 
 def fingerprint(x: torch.Tensor, whole: bool = True) -> list[float]:
-    """The samples, then the sum and the runs; empty for another device, where reading would wait, for no memory, and
-    for gaps.
+    """The samples, then the sum and the runs; empty for another device, where reading would wait, and for no memory.
 
     whole: False leaves out the sum and the runs, and with them the passes over memory.
 
@@ -48,7 +47,7 @@ def fingerprint(x: torch.Tensor, whole: bool = True) -> list[float]:
         return []
     rows = x if x.dim() < 2 or x.is_contiguous() else x.mT
     if not rows.is_contiguous():
-        return []
+        x = rows = x.contiguous()  # without its gaps
     size, per_word = x.numel(), WORD // x.itemsize
     memory = x.detach().resolve_neg().as_strided((size,), (1,))
     samples = memory[:: _stride(size, rows.shape[-1] if x.dim() else 1)].tolist()
