@@ -159,7 +159,7 @@ class _Experts:
         use, recipe = self.use, self.recipe
         first, to_save = recipe.forward[0], recipe.wgrad[1]
         if use.sampled:
-            use.numerics.observe("input", x_TK)
+            use.numerics.observe("input", x_TK, use.sampled)
         serves = use.needs_w and to_save is first and (first.per_tensor or not self.blocks)
         held = None if serves else self._holding(x_TK)
         a = self._rows(x_TK, first, kept_of(use, x_TK, asks=False), self.slot(INPUT, use.record, use.count), held)
@@ -190,7 +190,7 @@ class _Experts:
         """(dx [T, K], dw [E, N, K], db [E, N]), None for what is not needed."""
         use, recipe = self.use, self.recipe
         if use.sampled:
-            use.numerics.observe("grad_output", dy_TN)
+            use.numerics.observe("grad_output", dy_TN, use.sampled)
         held, made, slot = self._holding(dy_TN), {}, self.slot(GRAD_OUTPUT, True, True)
         dx_TK = dw_ENK = db_EN = None
         if use.needs_x:

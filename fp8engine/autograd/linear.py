@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -48,6 +48,7 @@ from fp8engine.ops.backends import inherited
 from fp8engine.ops.reference import Operand
 from fp8engine.ops.tensor import Float8Tensor
 from fp8engine.scaling.operands import Again, Operands, operands_of_gradient
+from fp8engine.scaling.sample import Call
 
 NOTHING = (None, None)
 
@@ -262,18 +263,20 @@ def _observed(y: torch.Tensor, x, weight_NK: torch.Tensor, numerics: Numerics, r
         x_MK = matrix(x.detach())
         if read is not None:
             x_MK, weight_NK = read(x_MK, weight_NK.detach())
-        numerics.observe("input", x_MK)
+        samples: Any = numerics.state.samples
+        call = samples.call(numerics.layer, len(x_MK))
+        numerics.observe("input", x_MK, call)
         numerics.observe("weight", weight_NK)
-    if y.requires_grad:
-        y.register_hook(lambda dy: _observed_gradient(dy, numerics))
+        if y.requires_grad:
+            y.register_hook(lambda dy: _observed_gradient(dy, numerics, call))
     return y
 
 
-def _observed_gradient(dy: torch.Tensor, numerics: Numerics) -> None:
+def _observed_gradient(dy: torch.Tensor, numerics: Numerics, call: Call) -> None:
     if batched(dy):  # columns of a Jacobian: no training step, and nothing whose values can be described
         return
     numerics.state.backward_seen = True
-    numerics.observe("grad_output", matrix(dy))
+    numerics.observe("grad_output", matrix(dy), call)
 
 
 def _high_precision(x, weight_NK, bias_N, dtype: torch.dtype, out: torch.dtype) -> torch.Tensor:

@@ -21,7 +21,7 @@ from fp8engine.ops.flops import count_flops
 from fp8engine.ops.library import in_backward
 from fp8engine.ops.reference import Slot
 from fp8engine.scaling.columns import Column
-from fp8engine.scaling.sample import observe
+from fp8engine.scaling.sample import ALONE, Call, observe
 from fp8engine.scaling.table import OUTPUT, ROLES, SLOTS, ScalingState
 
 
@@ -114,10 +114,10 @@ class Numerics:
         self.__post_init__()
         self.state.adopt(self.layer, recipe)
 
-    def observe(self, role: str, x_MK: torch.Tensor) -> None:
+    def observe(self, role: str, x_MK: torch.Tensor, call: Call = ALONE) -> None:
         """Describe what "input", "weight", "grad_output" or "output" holds, in a step that is sampled.
 
         The output only if all of its consumers accept FP8.
         """
         if (sample := self.columns[SLOTS.index(role)].sample) is not None and (role != OUTPUT or self.candidate):
-            observe(x_MK, sample)
+            observe(x_MK, sample, Call(call.number, 0.0) if role == "grad_output" else call)

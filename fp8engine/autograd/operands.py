@@ -30,6 +30,7 @@ from fp8engine.ops.library import PLAIN, in_backward, keepable
 from fp8engine.ops.reference import Operand, Slot, column_sums, emulation_dtype, operand
 from fp8engine.scaling.columns import GraphSlots, Slots
 from fp8engine.scaling.operands import Made, Operands, carries, in_graph
+from fp8engine.scaling.sample import ALONE, Call
 
 NOTHING = (None, None)
 Either = Operand | torch.Tensor  # FP8, or the tensor itself where a recipe leaves a matmul in 16 bits
@@ -79,7 +80,7 @@ class Use(NamedTuple):
     needs_x, needs_w, needs_b: whether input, weight and bias want gradients.
     record, count: whether amaxes enter the history, and casts the counters.
     real: whether the weight is data in eager code, of which copies may be kept.
-    sampled: whether this step describes the call's tensors: in training, and before it where `auto` awaits a forward.
+    sampled: its number, where its tensors are described: in training, and before it where `auto` awaits a forward.
     """
 
     numerics: Numerics
@@ -93,15 +94,14 @@ class Use(NamedTuple):
     record: bool
     count: bool
     real: bool
-    sampled: bool
+    sampled: Call | None
     bias_dtype: torch.dtype | None
 
 
 def use_of(numerics: Numerics, x: torch.Tensor, weight: torch.Tensor, bias_N, compiling: bool) -> Use:
     """The use of a layer in FP8 by a call that begins.  Raises for what refusals.py lists, naming the layer.
 
-    x, weight: its input and its weight [..., N, K], for their device, their sizes and what they are.
-    compiling: whether a graph is traced.
+    x, weight [..., N, K]: for their device, their sizes and what they are.  compiling: whether a graph is traced.
     """
     recipe, state = numerics.recipe, numerics.state
     if type(x) not in PLAIN or type(weight) not in PLAIN:
@@ -114,14 +114,14 @@ def use_of(numerics: Numerics, x: torch.Tensor, weight: torch.Tensor, bias_N, co
     elif not compiling:
         record = graph_task() != -1
     bias_dtype = None if bias_N is None else bias_N.dtype
-    sampled = state.samples is not None and (record or state.decides_next)
+    samples = state.samples if record or state.decides_next else None
     if compiling:
         if record:
             check_graph(numerics)
         if numerics.standalone:
             state.begin_in_graph()
         where, slots = GRAPH_ON_CARD if graphs_run_on(x.device) == "cublas" else GRAPH, GraphSlots(numerics.columns)
-        return Use(numerics, recipe, where, slots, 0, *needs, record, True, False, sampled, bias_dtype)
+        return Use(numerics, recipe, where, slots, 0, *needs, record, True, False, samples and ALONE, bias_dtype)
     name, plain = asked(), dispatch_modes() == 0 and type(weight) in PLAIN
     numerics.sizes = sizes = (x.numel() // max(x.shape[-1], 1), weight.shape[-2], weight.shape[-1])
     on_host = x.device.type == "cpu" and (name == "reference" or (name is None and not cpu_multiplies("fp8")))
@@ -133,7 +133,8 @@ def use_of(numerics: Numerics, x: torch.Tensor, weight: torch.Tensor, bias_N, co
     numerics.ran, first = where.backend, len(ROLES) * numerics.layer
     count = graph_task() == -1  # a forward that runs inside a backward is counted no second time
     real = plain and not weight.is_meta and not weight.is_inference()
-    return Use(numerics, recipe, where, state.slots, first, *needs, record, count, real, sampled, bias_dtype)
+    call = None if samples is None else samples.call(numerics.layer, sizes[0])
+    return Use(numerics, recipe, where, state.slots, first, *needs, record, count, real, call, bias_dtype)
 
 
 def resumed(use: Use, dy: torch.Tensor) -> Use:
@@ -196,7 +197,7 @@ def input_pair(use: Use, x_MK: torch.Tensor, kept: Made) -> tuple[Operand | None
     first, second = recipe.forward[0], recipe.wgrad[1]
     slot = use.slots[use.first + INPUT, use.record, use.count]
     if use.sampled:
-        use.numerics.observe("input", x_MK)
+        use.numerics.observe("input", x_MK, use.sampled)
     if use.needs_w and use.where.on_codes and recipe.input_serves_both:
         return *both(use, x_MK, first, kept, slot), True
     serves = use.needs_w and second is first
@@ -267,7 +268,7 @@ def gradient_pair(use: Use, dy_MN: torch.Tensor, made: dict) -> tuple[Either | N
     first, second = recipe.dgrad[0], recipe.wgrad[0]
     slot = use.slots[use.first + GRAD_OUTPUT, True, True]
     if use.sampled:
-        use.numerics.observe("grad_output", dy_MN)
+        use.numerics.observe("grad_output", dy_MN, use.sampled)
     d = d_t = db_N = None
     held = use.where.emulation(dy_MN.device, dy_MN.numel())
     if use.where.on_codes and use.needs_x and use.needs_w and recipe.grad_serves_both:

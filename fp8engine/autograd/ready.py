@@ -84,7 +84,7 @@ def take(
     values = None
     if use.sampled and not gathered:
         values = x.values().view(q.data.shape)
-        numerics.observe("input", values)
+        numerics.observe("input", values, use.sampled)
     if not use.needs_w:
         return q, None
     saved: Cast = use.recipe.wgrad[1]

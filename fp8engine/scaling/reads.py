@@ -60,11 +60,13 @@ class Part(NamedTuple):
     """Rows of a tensor [M, C], and what the casts of the whole tensor depend on.
 
     rows_RC: R sampled rows, zeros where the tensor has fewer.  blocks_RC: amax of the 128 x 1 block of each of their
-    elements.  columns_C: amax of each column.  energies_N: of a weight's rows.  total: M, on the device.
+    elements.  amaxes_R: of the tensor that each is of, because the calls of a layer in one step share the rows.
+    columns_C: amax of each column, of all calls.  energies_N: of a weight's rows.  total: M, on the device.
     """
 
     rows_RC: torch.Tensor
     blocks_RC: torch.Tensor
+    amaxes_R: torch.Tensor
     columns_C: torch.Tensor
     energies_N: torch.Tensor
     total: torch.Tensor
@@ -80,17 +82,20 @@ class Layout(NamedTuple):
     @property
     def length(self) -> int:
         """Numbers in the buffer."""
-        return 1 + (2 * self.rows + 1) * self.columns + self.energies
+        return 1 + (2 * self.rows + 1) * self.columns + self.rows + self.energies
 
     def part(self, flat: torch.Tensor) -> Part:
         """Views of a buffer."""
         r, c = self.rows, self.columns
-        sizes = [1, r * c, r * c, c, self.energies]
-        total, rows, blocks, columns, energies = flat[: self.length].split(sizes)
-        return Part(rows.view(r, c), blocks.view(r, c), columns, energies, total[0])
+        sizes = [1, r * c, r * c, r, c, self.energies]
+        total, rows, blocks, amaxes, columns, energies = flat[: self.length].split(sizes)
+        return Part(rows.view(r, c), blocks.view(r, c), amaxes, columns, energies, total[0])
 
-    def write(self, x_MC: torch.Tensor, flat: torch.Tensor) -> None:
-        """Sample a tensor of M rows into a buffer, without waiting for the device."""
+    def write(self, x_MC: torch.Tensor, flat: torch.Tensor, mine_R: torch.Tensor | None = None) -> torch.Tensor:
+        """Sample a tensor of M rows into a buffer, without waiting for the device; returns its amax.
+
+        mine_R: which rows of the sample are to be of this tensor, others stay those of earlier calls; None: all.
+        """
         m, part = len(x_MC), self.part(flat)
         r = min(self.rows, m)
         full, groups = m // BLOCK, []
@@ -99,13 +104,20 @@ class Layout(NamedTuple):
         if m % BLOCK:
             groups.append(x_MC[full * BLOCK :].abs().amax(0, keepdim=True))
         amax_GC = torch.cat(groups).float()
-        place_R = strata(m, r, x_MC.device)
+        place_R, columns_C = strata(m, r, x_MC.device), amax_GC.amax(0)
+        mine_R = torch.ones(self.rows, dtype=torch.bool, device=x_MC.device) if mine_R is None else mine_R
         part.total.fill_(m)
-        part.rows_RC[:r] = x_MC.index_select(0, place_R)
-        part.blocks_RC[:r] = amax_GC.index_select(0, place_R // BLOCK)
-        part.columns_C.copy_(amax_GC.amax(0))
+        for into_RC, rows_RC in (
+            (part.rows_RC, x_MC.index_select(0, place_R)),
+            (part.blocks_RC, amax_GC.index_select(0, place_R // BLOCK)),
+        ):
+            rows_RC = torch.nn.functional.pad(rows_RC, (0, 0, 0, self.rows - r))
+            into_RC.copy_(torch.where(mine_R[:, None], rows_RC, into_RC))
+        part.amaxes_R.copy_(torch.where(mine_R, columns_C.amax(), part.amaxes_R))
+        part.columns_C.copy_(torch.where(mine_R.all(), columns_C, torch.maximum(columns_C, part.columns_C)))
         if self.energies:
             part.energies_N.copy_(x_MC.float().square().sum(1))
+        return columns_C.amax()  # NaN and Inf reach it
 
 
 def layout_of(shape: Sequence[int], role: str) -> Layout:
@@ -153,7 +165,7 @@ def try_casts(part: Part, square: bool = False) -> Tried:
     x_RC = part.rows_RC / unit
     size_RC, blocks_RC = x_RC.abs(), part.blocks_RC / unit
     by_line = _groups_of(blocks_RC if square else size_RC)
-    amaxes = [size_RC.amax(1, keepdim=True), by_line, torch.ones_like(amax)]
+    amaxes = [size_RC.amax(1, keepdim=True), by_line, part.amaxes_R[:, None] / unit]
     amaxes += [part.columns_C / unit, by_line if square else blocks_RC]
     amaxes = [each.clamp(min=TINY) for each in amaxes]
     fine, coarse = _errors(x_RC, amaxes, E4M3), _errors(x_RC, [amaxes[0], *amaxes[2:4]], E5M2)
@@ -195,11 +207,11 @@ def _errors(x_RC: torch.Tensor, amaxes: Sequence[torch.Tensor], format: Format) 
     return y
 
 
-def judge(x: Part, w: Part, dy: Part | None) -> torch.Tensor:
+def judge(x: Part, w: Part, dy: Part | None, calls: int = 1) -> torch.Tensor:
     """The numbers of every read under every option, [6, 5, 5] FP32 as READS, OPTIONS and NUMBERS; NaN for none.
 
     x: the input [M, K].  w: the weight [N, K].  dy: the gradient of the output [M, N], of the same rows as x; None
-    where no backward came: of the forward's reads then, without costs.
+    where no backward came: of the forward's reads then, without costs.  calls: of the layer, which share the rows.
     """
     table = torch.full(SHAPE, math.nan, device=x.rows_RC.device)
     tried_x, tried_w = try_casts(x), try_casts(w, square=True)
@@ -221,7 +233,7 @@ def judge(x: Part, w: Part, dy: Part | None) -> torch.Tensor:
     ]
     _rate(table[3:], reads)
     drawn = x.total / x.total.clamp(min=1, max=len(x.rows_RC)) * (len(w.energies_N) / max(sampled, 1))
-    unit = 0.5 * x.total * drawn * (tried_x.amax * tried_w.amax * tried_dy.amax).square()
+    unit = 0.5 * x.total * calls * drawn * (tried_x.amax * tried_w.amax * tried_dy.amax).square()
     unit = torch.where(dy.total > 0, unit, math.nan)
     table[0, :, COST] = unit * _summed(tried_x, dy2_RJ @ w2_JK)
     table[1, :, COST] = unit * _summed(tried_w, dy2_RJ.t() @ x2_RK)

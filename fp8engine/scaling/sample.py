@@ -1,6 +1,8 @@
 """Samples of a training step: each slot's statistics per tensor, and the rows on which casts are tried.
 
-    observe     in the forward and the backward: write a row of the table, and the sampled rows of an operand
+    observe     in the forward and the backward: write a row of the table, and the sampled rows of an operand.  The
+                calls of a layer in one step share these rows, an input and its gradient the same; the table has the
+                call whose amax is the largest.  In a compiled graph, which numbers no calls, the last one has all rows
     finish      once, when the step has ended: try the casts on those rows (reads.py)
 
 `observe` is an operator, so that a compiled graph takes it whole, and an ordered effect, as every operator that writes
@@ -12,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -21,10 +23,10 @@ from fp8engine.numerics.recipe import ROLES
 from fp8engine.ops import library
 from fp8engine.scaling.histogram import LENGTH, measure, measure_on_host, read
 from fp8engine.scaling.prediction import HEADER, Measured
-from fp8engine.scaling.reads import SHAPE, Layout, judge, layout_of
+from fp8engine.scaling.reads import GOLDEN, SHAPE, Layout, judge, layout_of
 
 SAMPLE = 16384  # elements of the histogram, beside the exact amax
-NONFINITE, ELEMENTS = (HEADER.index(name) for name in ("nonfinite", "elements"))
+AMAX, NONFINITE, ELEMENTS = (HEADER.index(name) for name in ("amax", "nonfinite", "elements"))
 FAILED = "failed"  # attribute of a row that could not be written: why
 
 
@@ -44,12 +46,25 @@ class Sampled(NamedTuple):
     """Where `observe` describes one operand or result of a layer, as views: equal layers are one graph.
 
     row_1L: its row of the table.  part: a buffer of `reads.Layout`, empty for what no matmul reads.  rows: how many
-    rows of the operand it keeps; 0 for a result; negative for a weight, whose rows' energies are kept too.
+    rows of the operand it keeps; 0 for a result; negative for a weight, whose rows' energies are kept too.  owners_R:
+    the numbers of the calls whose rows of input and gradient are kept; None where all are of the latest call.
     """
 
     row_1L: torch.Tensor
     part: torch.Tensor
     rows: int
+    owners_R: torch.Tensor | None = None
+
+
+class Call(NamedTuple):
+    """A call of a layer in a sampled step.  share: of the sampled rows that are to be of it; 0 of a gradient's."""
+
+    number: int
+    share: float
+
+
+ALONE = Call(0, 1.0)  # a call that is not counted, and takes all rows
+AGAIN = Call(-1, 0.0)  # no row: the gradient comes to the first time's node
 
 
 class StepSamples:
@@ -66,10 +81,15 @@ class StepSamples:
         self.layouts = {i: {role: layout_of(shape, role) for role in ROLES} for i, shape in shapes.items()}
         self.layers = layers
         self.tables: Tables | None = None
+        self.calls: dict[int, tuple[int, int, bool]] = {}  # by layer: how many, their rows, whether in a backward
         # Each begins at a multiple of 16 bytes: CUDA graphs of torch.compile write to a copy else (columns.py).
         lengths = [layout.length + -layout.length % 4 for roles in self.layouts.values() for layout in roles.values()]
         self.flat = torch.zeros(sum(lengths), dtype=torch.float32, device=device)
         flat = iter(self.flat.split(lengths))
+        owners = {i: roles["input"].rows for i, roles in self.layouts.items()}
+        parts = torch.zeros(sum(4 * -(-rows // 4) for rows in owners.values()), device=device)
+        each = parts.split([4 * -(-rows // 4) for rows in owners.values()]) if owners else ()
+        self.owners = {i: part[:rows] for (i, rows), part in zip(owners.items(), each, strict=True)}
         nothing = torch.empty(0, device=device)
         self.parts: list[torch.Tensor] = [nothing] * slots
         for i, roles in self.layouts.items():
@@ -88,7 +108,17 @@ class StepSamples:
         if layer not in self.layouts or row >= len(self.rows):
             return None
         rows = self.layouts[layer][role].rows if role in ROLES else 0
-        return Sampled(self.rows[row], self.parts[row], -rows if role == "weight" else rows)
+        if role in ("input", "grad_output"):
+            return Sampled(self.rows[row], self.parts[row], rows, self.owners[layer])
+        return Sampled(self.rows[row], self.parts[row], -rows)
+
+    def call(self, layer: int, rows: int) -> Call:
+        """The next call of a layer, of that many rows; AGAIN for what a checkpoint computes a second time."""
+        number, total, inside = self.calls.get(layer, (0, 0, library.in_backward()))
+        if library.in_backward() and not inside:
+            return AGAIN
+        self.calls[layer] = number + 1, total + rows, inside
+        return Call(number + 1, rows / (total + rows) if total else 1.0)
 
     @property
     def failed(self) -> dict[int, str]:
@@ -122,7 +152,7 @@ class StepSamples:
                 )
                 x, w, dy = (layout.part(self.parts[len(ROLES) * i + j]) for j, layout in enumerate(local))
                 if n and k:
-                    reads[i] = judge(x, w, dy if backward else None)
+                    reads[i] = judge(x, w, dy if backward else None, self.calls.get(i, (1,))[0])
             return Tables(self.slots_SL, reads, self.loss_1)
 
 
@@ -131,12 +161,12 @@ def outside_of_autocast(where: torch.device) -> AbstractContextManager:
     return nullcontext() if where.type == "meta" else torch.autocast(where.type, enabled=False)
 
 
-def observe(x_MK: torch.Tensor, to: Sampled) -> None:
+def observe(x_MK: torch.Tensor, to: Sampled, call: Call = ALONE) -> None:
     """Write the statistics of x [M, K] to its row of the table, and some of its rows to the buffer."""
     if library.direct(x_MK):
-        _observe(x_MK, *to)
+        _observe(x_MK, *to, *call)
     else:
-        torch.ops.fp8engine.observe.default(x_MK, *to)
+        torch.ops.fp8engine.observe.default(x_MK, *to, *call)
 
 
 def read_row(row_L: torch.Tensor) -> Measured | None:
@@ -145,29 +175,45 @@ def read_row(row_L: torch.Tensor) -> Measured | None:
     return found if found.elements else None
 
 
-def _observe(x_MK: torch.Tensor, row_1L: torch.Tensor, part: torch.Tensor, rows: int) -> None:
+def _observe(x_MK: torch.Tensor, row_1L: torch.Tensor, part: torch.Tensor, rows: int, *call: Any) -> None:
     """A failure leaves the row and the part empty, and why in the row's attribute: nothing raises in a forward."""
     if not x_MK.numel():
         return
     try:
-        _describe(x_MK, row_1L, part, rows)
+        _describe(x_MK, row_1L, part, rows, *call)
     except Exception as error:
         part.zero_()
         row_1L.zero_()
         vars(row_1L)[FAILED] = f"{type(error).__name__}: {error}"
 
 
-def _describe(x_MK: torch.Tensor, row_1L: torch.Tensor, part: torch.Tensor, rows: int) -> None:
+def _describe(
+    x_MK: torch.Tensor, row_1L: torch.Tensor, part: torch.Tensor, rows: int, owners_R: torch.Tensor | None, *call: Any
+) -> None:
     with torch.no_grad(), outside_of_autocast(x_MK.device):
-        x_MK = x_MK.detach()
+        x_MK, mine_R = x_MK.detach(), None if owners_R is None else _mine(owners_R, *call)
         if part.numel():
             layout = Layout(abs(rows), x_MK.shape[1], len(x_MK) if rows < 0 else 0)
-            layout.write(x_MK, part)
-            amax = layout.part(part).columns_C.amax()  # NaN and Inf reach it
+            amax = layout.write(x_MK, part, mine_R)
         else:
             low, high = torch.aminmax(x_MK)
             amax = torch.maximum(-low, high)  # of the whole tensor: one element decides a scale
-        row_1L[0].copy_(describe(x_MK, amax))
+        new, old = describe(x_MK, amax), row_1L[0]
+        if mine_R is not None:  # of several calls the row has that of the largest amax
+            worse = (old[NONFINITE] > new[NONFINITE]) | ((old[NONFINITE] == new[NONFINITE]) & (old[AMAX] > new[AMAX]))
+            new = torch.where(worse & ~mine_R.all(), old, new)
+        row_1L[0].copy_(new)
+
+
+def _mine(owners_R: torch.Tensor, number: int, share: float) -> torch.Tensor:
+    """Which of the sampled rows are a call's: an input takes its share of them, spread over all; a gradient has those.
+
+    A gradient has all rows where it, or its input, is of a call that is not counted.
+    """
+    if share:
+        i = torch.arange(1, len(owners_R) + 1, dtype=torch.float64, device=owners_R.device)
+        owners_R.masked_fill_(i.mul_(GOLDEN * number).frac_() < share, number)
+    return (owners_R == number) | (owners_R * number == 0)
 
 
 def describe(x_MK: torch.Tensor, amax: torch.Tensor) -> torch.Tensor:
@@ -185,7 +231,7 @@ def describe(x_MK: torch.Tensor, amax: torch.Tensor) -> torch.Tensor:
 
 
 library.define(
-    "observe(Tensor x, Tensor row, Tensor part, int rows) -> ()",
+    "observe(Tensor x, Tensor row, Tensor part, int rows, Tensor? owners, int number, float share) -> ()",
     _observe,
     lambda *arguments: None,
     effect=True,

@@ -45,6 +45,7 @@ def test_a_watched_step_waits_no_more_than_one_that_is_not():
 
 def test_observing_is_an_operator_with_a_fake():
     arguments = (torch.randn(8, 16), torch.zeros(1, LENGTH), torch.zeros(layout_of((4, 16), "input").length), 64)
+    arguments = (*arguments, torch.zeros(64), 1, 1.0)
     torch.library.opcheck(torch.ops.fp8engine.observe.default, arguments, test_utils="test_faketensor")
 
 

@@ -10,6 +10,7 @@ import fp8engine as fe
 from fp8engine.autograd import Numerics
 from fp8engine.autograd.smooth import scales
 from fp8engine.numerics.recipe import resolve
+from fp8engine.scaling.sample import StepSamples
 
 SHAPES = [(1, 1, 1), (3, 50, 33), (5, 130, 257), (129, 31, 48)]  # M, K, N
 
@@ -106,8 +107,8 @@ def test_a_layer_that_is_decided_to_be_in_16_bits_shows_auto_what_fp8_would_read
     layer, seen = fe.Linear(48, 32, recipe=recipe), {}
     fe.smooth(layer, "")
     x = uneven(24, 48).requires_grad_()
-    monkeypatch.setattr(layer.numerics.state, "samples", object())
-    monkeypatch.setattr(Numerics, "observe", lambda self, role, tensor: seen.update({role: tensor}))
+    monkeypatch.setattr(layer.numerics.state, "samples", StepSamples(3, 1, {0: (32, 48)}, x.device))
+    monkeypatch.setattr(Numerics, "observe", lambda self, role, tensor, *call: seen.update({role: tensor}))
     layer(x)
     s = scales(x)
     assert s.max() >= 8

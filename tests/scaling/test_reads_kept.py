@@ -9,12 +9,14 @@ import pytest
 import torch
 from planted import normal, part_of, tried
 
+from fp8engine.numerics.formats import E4M3
 from fp8engine.numerics.recipe import ROLES
 from fp8engine.scaling.histogram import LENGTH
 from fp8engine.scaling.reads import (
     AVERAGED,
     COST,
     FADES_DB,
+    NUMBERS,
     OPTIONS,
     READS,
     SHAPE,
@@ -84,6 +86,43 @@ def test_a_step_is_judged_as_its_tensors_are():
     assert numpy.array_equal(found.reads[1].double().numpy(), tried(*tensors.values()).table, equal_nan=True)
     assert found.reads[0].isnan().all()  # of a layer that was not sampled
     assert math.isnan(found.loss_1)
+
+
+@pytest.mark.parametrize("hard", [0, 1])
+def test_the_calls_of_a_layer_share_the_rows_and_none_is_left_out(hard: int):
+    """A third of one call's rows are 2^-16 of its amax and less, which E4M3 per tensor flushes: a sixth of all rows.
+
+    Each call's per-tensor scale is its own: under the other one's all of the calm call would be flushed, half of all.
+    """
+    calm, spread = layer(200, 96, 160), layer(200, 96, 160)
+    octaves = torch.randint(0, 25, (200, 1), generator=torch.Generator().manual_seed(1))
+    spread["input"] = spread["input"] * 2.0 ** (20 - octaves)
+    calls = [spread, calm][:: -1 if hard else 1]
+    samples = StepSamples(2 * len(ROLES), 2, {1: (96, 160)}, torch.device("cpu"))
+    slots = [samples.of(1, role, len(ROLES) + j) for j, role in enumerate(ROLES)]
+    numbers = [samples.call(1, 200) for _ in calls]
+    for call, number in zip(calls, numbers, strict=True):
+        observe(call["input"], slots[0], number)
+        observe(call["weight"], slots[1], number)
+    for call, number in reversed([*zip(calls, numbers, strict=True)]):
+        observe(call["grad_output"], slots[2], number._replace(share=0.0))
+    found = samples.finish({1: None}, True).reads[1]
+    tensor, row = (OPTIONS.index((by, E4M3)) for by in ("tensor", "row"))
+    low, flushed = (found[0, :, NUMBERS.index(name)] for name in ("low", "flushed"))
+    assert low[tensor] < 12 < 25 < low[row]
+    assert 0.1 < flushed[tensor] < 0.4
+    assert float(samples.slots_SL[len(ROLES), 0]) == max(float(each["input"].abs().max()) for each in calls)
+
+
+def test_a_layer_that_is_called_three_times_costs_three_times_as_much():
+    tensors, costs = layer(200, 96, 160), []
+    for count in (1, 3):
+        samples = StepSamples(len(ROLES), 1, {0: (96, 160)}, torch.device("cpu"))
+        for number in [samples.call(0, 200) for _ in range(count)]:
+            for j, role in enumerate(ROLES):
+                observe(tensors[role], samples.of(0, role, j), number._replace(share=number.share * (j < 2)))
+        costs.append(samples.finish({0: None}, True).reads[0, :2, :, COST])
+    torch.testing.assert_close(costs[1], 3 * costs[0])  # the same rows: which call each is of makes no difference
 
 
 @pytest.mark.parametrize(("n", "k"), [(48, 160), (96, 80)], ids=["colwise", "rowwise"])
