@@ -114,7 +114,8 @@ class Layout(NamedTuple):
             rows_RC = torch.nn.functional.pad(rows_RC, (0, 0, 0, self.rows - r))
             into_RC.copy_(torch.where(mine_R[:, None], rows_RC, into_RC))
         part.amaxes_R.copy_(torch.where(mine_R, columns_C.amax(), part.amaxes_R))
-        part.columns_C.copy_(torch.where(mine_R.all(), columns_C, torch.maximum(columns_C, part.columns_C)))
+        before_C = torch.where(mine_R.all(), 0.0, part.columns_C)
+        part.columns_C.copy_(torch.where(mine_R.any(), torch.maximum(columns_C, before_C), before_C))
         if self.energies:
             part.energies_N.copy_(x_MC.float().square().sum(1))
         return columns_C.amax()  # NaN and Inf reach it

@@ -81,7 +81,8 @@ class StepSamples:
         self.layouts = {i: {role: layout_of(shape, role) for role in ROLES} for i, shape in shapes.items()}
         self.layers = layers
         self.tables: Tables | None = None
-        self.calls: dict[int, tuple[int, int, bool]] = {}  # by layer: how many, their rows, whether in a backward
+        # By layer: calls so far, how many of them were of an earlier forward, the others' rows, whether in a backward.
+        self.calls: dict[int, tuple[int, int, int, bool]] = {}
         # Each begins at a multiple of 16 bytes: CUDA graphs of torch.compile write to a copy else (columns.py).
         lengths = [layout.length + -layout.length % 4 for roles in self.layouts.values() for layout in roles.values()]
         self.flat = torch.zeros(sum(lengths), dtype=torch.float32, device=device)
@@ -114,11 +115,15 @@ class StepSamples:
 
     def call(self, layer: int, rows: int) -> Call:
         """The next call of a layer, of that many rows; AGAIN for what a checkpoint computes a second time."""
-        number, total, inside = self.calls.get(layer, (0, 0, library.in_backward()))
+        number, before, total, inside = self.calls.get(layer, (0, 0, 0, library.in_backward()))
         if library.in_backward() and not inside:
             return AGAIN
-        self.calls[layer] = number + 1, total + rows, inside
+        self.calls[layer] = number + 1, before, total + rows, inside
         return Call(number + 1, rows / (total + rows) if total else 1.0)
+
+    def begin_again(self) -> None:
+        """Another forward of the model, without a backward in between, takes all rows."""
+        self.calls = {layer: (number, number, 0, inside) for layer, (number, _, _, inside) in self.calls.items()}
 
     @property
     def failed(self) -> dict[int, str]:
@@ -152,7 +157,8 @@ class StepSamples:
                 )
                 x, w, dy = (layout.part(self.parts[len(ROLES) * i + j]) for j, layout in enumerate(local))
                 if n and k:
-                    reads[i] = judge(x, w, dy if backward else None, self.calls.get(i, (1,))[0])
+                    number, before, *_ = self.calls.get(i, (1, 0))
+                    reads[i] = judge(x, w, dy if backward else None, number - before)
             return Tables(self.slots_SL, reads, self.loss_1)
 
 
@@ -201,7 +207,7 @@ def _describe(
         new, old = describe(x_MK, amax), row_1L[0]
         if mine_R is not None:  # of several calls the row has that of the largest amax
             worse = (old[NONFINITE] > new[NONFINITE]) | ((old[NONFINITE] == new[NONFINITE]) & (old[AMAX] > new[AMAX]))
-            new = torch.where(worse & ~mine_R.all(), old, new)
+            new = torch.where((worse & ~mine_R.all()) | ~mine_R.any(), old, new)
         row_1L[0].copy_(new)
 
 
