@@ -24,18 +24,20 @@ from fp8engine.convert.twin import (
     Draw,
     Mode,
     StandIn,
+    autocast,
     linear_layers_of,
     own_attributes,
     parts_of,
     pulled,
     run,
+    surroundings,
     twin_of,
 )
 from fp8engine.ops.reference import Norm
 from fp8engine.ops.reference.activations import ACTIVATIONS, GATED, Activation
 from fp8engine.ops.reference.norm_quantize import KINDS
 
-SCALES = (1e-6, 1e-4, 1e-2, 1, 30, 1e3, 1e7)  # of the rows that a norm is given
+SCALES = (1e-6, 1e-4, 1e-2, 1, 30, 1e3, 1e7, 1)  # of the rows that a norm is given, the last perhaps with a NaN
 Given = Mapping[str, torch.Tensor]  # x, weight and bias of a norm, in float64; or gradients
 PLAIN = {kind: act for kind, act in ACTIVATIONS.items() if not act.gated}
 FUNCTIONS = PLAIN | {"sigmoid": ACTIVATIONS["glu"]._replace(gated=False)}
@@ -47,7 +49,15 @@ Comparison = tuple[torch.Tensor, torch.Tensor, torch.Tensor, float]
 
 def _alike(compared: Iterable[Comparison]) -> bool:
     """Whether tensors are the wanted ones.  Each: found, wanted, size of its terms, what part of that it may miss."""
-    return all(bool(((found - want).abs() <= part * size).all()) for found, want, size, part in compared)
+    return all(
+        bool((((found - want).abs() <= part * size) | (found.isnan() & want.isnan())).all())
+        for found, want, size, part in compared
+    )
+
+
+def _equal(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors are equal, NaN for NaN."""
+    return a.dtype == b.dtype and a.shape == b.shape and torch.allclose(a, b, 0, 0, equal_nan=True)
 
 
 def _width(module: nn.Module, own: dict[str, nn.Parameter]) -> int:
@@ -70,7 +80,7 @@ def norm(module: nn.Module) -> Callable | None:
 
 def _run_norm(module: nn.Module, width: int, own: Collection[str], modes: tuple[Mode, ...]) -> Norm | None:
     draw, like = Draw(), {"dtype": torch.float64, "device": "cpu"}
-    x = (2 * draw(1, 7, width) + 0.5) * torch.tensor(SCALES, **like)[:, None]
+    x = (2 * draw(1, len(SCALES), width) + 0.5) * torch.tensor(SCALES, **like)[:, None]
     affine, dy = {"weight": draw(width).abs() + 0.5, "bias": 0.01 * draw(width)}, draw(*x.shape)
     neutral = {"weight": torch.ones(width, **like), "bias": torch.zeros(width, **like)}
     said = [value for _, value in own_attributes(module) if isinstance(value, float)]
@@ -169,7 +179,7 @@ def _run_activation(module: nn.Module, functions: Mapping[str, Activation], mode
     for mode in modes:
         given = mode.given(x)
         y = run(twin, mode, given)
-        in_place = not torch.equal(given, mode.given(x))  # others may read it
+        in_place = not _equal(given, mode.given(x))  # others may read it
         if type(y) is not torch.Tensor or y.shape != x.shape or y.dtype != mode.dtype or in_place:
             return None
         grads = pulled([y], [dy], [given]) if mode.compares_gradients else ()
@@ -263,16 +273,20 @@ def _mlps(twin: nn.Module, mode: Mode, layers: dict[str, StandIn], asked: tuple[
     x, residual = mode.given(draw.wide(2, rows, width)), mode.given(draw(2, rows, width))
     nn.Module.to(twin, mode.dtype)  # its code may look at the weights' dtype
     for layer in layers.values():
-        layer.wrote = mode.given(draw.wide(2, rows, layer.out_features))
+        wrote = mode.given(draw.wide(2, rows, layer.out_features))
+        layer.wrote = wrote.bfloat16() if mode.autocast else wrote
     for beside in ([], [residual]):
         for layer in layers.values():
             layer.read.clear()
         given = [mode.given(each) for each in (x, *beside)]
         try:
-            y = run(twin, mode, *given)
+            with autocast(mode.autocast):
+                around, y = surroundings(), run(twin, mode, *given)
         except Exception:  # of the module's own code
             continue
-        if any(len(layer.read) != 1 for layer in layers.values()) or not torch.equal(given[0], x):
+        if any(len(layer.read) != 1 for layer in layers.values()) or not _equal(given[0], x):
+            continue
+        if whole and any(layer.around != around for layer in layers.values()):
             continue
         for down, last in layers.items() if type(y) is torch.Tensor else ():
             first = {name: layer for name, layer in layers.items() if name != down}
@@ -281,6 +295,7 @@ def _mlps(twin: nn.Module, mode: Mode, layers: dict[str, StandIn], asked: tuple[
             if whole and mode.compares_gradients and not _passes(y, last, [*first.values()], given):
                 continue
             h = last.read[0].reshape(*x.shape[:-1], -1)
+            h = h.bfloat16() if mode.autocast else h  # as the layer casts it
             dh = draw(*h.shape)
             grads = (
                 pulled(last.read, [dh.view_as(*last.read)], [each.wrote for each in first.values()])
@@ -294,15 +309,14 @@ def _mlps(twin: nn.Module, mode: Mode, layers: dict[str, StandIn], asked: tuple[
 
 def _same(read: torch.Tensor, x: torch.Tensor) -> bool:
     """Whether a layer has read the module's input, in any shape."""
-    return read.dtype == x.dtype and torch.equal(read.reshape(-1, read.shape[-1]), x.flatten(0, 1))
+    return _equal(read.reshape(-1, read.shape[-1]), x.flatten(0, 1))
 
 
 def _returns(y: torch.Tensor, last: StandIn, beside: list[torch.Tensor]) -> bool:
     """Whether the result is what the last layer wrote, and the second argument is added to it if there is one."""
     if any(each.shape != last.wrote.shape for each in beside):
         return False
-    want = sum(beside, last.wrote)
-    return y.dtype == want.dtype and torch.equal(y, want)
+    return _equal(y, sum(beside, last.wrote))
 
 
 def _passes(y: torch.Tensor, last: StandIn, first: list[StandIn], given: list[torch.Tensor]) -> bool:

@@ -1,12 +1,13 @@
 """Recognition of norms, activations and MLPs by what they compute, not by their names.
 
 A twin of the module (twin.py) runs on a small float64 input, in training and in evaluation, with gradients and without;
-then in FP32, BF16 and FP16 as a training step and as inference run.  Its result, and in float64 the gradients of its
-input and its parameters, are compared with the formulas of ops/reference.  What differs anywhere is not recognised:
-dropout with p > 0, a clamp, another scale or order, a detached factor, an eps that depends on the mode or the dtype;
-nor is a module whose code writes into attributes, elements, globals or lists, or that changes what its attributes hold.
-The model itself never runs, and nothing of it or of torch's global state changes.  Hooks on the module are not seen:
-whoever replaces a forward asks for them.
+then in FP32, BF16 and FP16 as a training step and as inference run, with a NaN among the numbers; and an MLP in FP32
+under autocast, which makes its layers return BF16.  Its result, and in float64 the gradients of its input and its
+parameters, are compared with the formulas of ops/reference.  What differs anywhere is not recognised: dropout with
+p > 0, a clamp, another scale or order, a detached factor, an eps that depends on the mode or the dtype, a filter of
+NaN, checkpointing or another autocast round an MLP's layers; nor is a module whose code writes into attributes,
+elements, globals or lists, or that changes what its attributes hold.  The model itself never runs, and nothing of it
+or of torch's global state changes.  Hooks on the module are not seen: whoever replaces a forward asks for them.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from fp8engine.ops.reference.activations import ACTIVATIONS
 MODES = (
     *(Mode(*each) for each in itertools.product((True, False), (False, True))),
     *(Mode(step, step, dtype) for dtype in TOLERANCES if dtype != torch.float64 for step in (True, False)),
+    *(Mode(step, step, torch.float32, autocast=True) for step in (True, False)),
 )
 Found = Norm | Mlp | str  # a str is an activation's kind
 

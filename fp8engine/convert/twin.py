@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from fp8engine._torch import TorchDispatchMode, disable_current_modes, divided_parameter
+from fp8engine._torch import TorchDispatchMode, disable_current_modes, divided_parameter, saved_tensors_hooks
 from fp8engine.convert.kinds import is_conv1d, is_plain_linear
 from fp8engine.errors import ConversionError
 from fp8engine.nn.class_swap import Mixin, bound_forwards
@@ -37,24 +37,34 @@ KEEPERS = {"append", "appendleft", "extend", "insert", "setdefault", "update"}  
 
 
 class Mode(NamedTuple):
-    """How a twin runs: in training or in evaluation, with gradients or without, and its input's dtype."""
+    """How a twin runs: in training or in evaluation, with gradients or without, and its input's dtype.
+
+    autocast: an MLP's twin runs under it, and its layers return BF16.
+    """
 
     training: bool
     grad: bool = False
     dtype: torch.dtype = torch.float64
+    autocast: bool = False
 
     @property
     def compares_gradients(self) -> bool:
         return self.grad and self.dtype == torch.float64
 
     def given(self, x: torch.Tensor) -> torch.Tensor:
-        """x as an input of a run: in the mode's dtype, within half of its range, with a gradient if it has those."""
+        """x as an input of a run: in the mode's dtype, within half of its range, with a gradient if it has those.
+
+        But in float64 its last number is NaN.
+        """
         top = torch.finfo(self.dtype).max / 2
-        return x.clamp(-top, top).to(self.dtype, copy=True).requires_grad_(self.grad)
+        x = x.clamp(-top, top).to(self.dtype, copy=True)
+        if self.dtype != torch.float64:
+            x.view(-1)[-1] = torch.nan
+        return x.requires_grad_(self.grad)
 
 
 class StandIn(nn.Module):
-    """In a linear layer's place: returns `wrote` whatever it is given, and keeps that in `read`.
+    """In a linear layer's place: returns `wrote` whatever it is given, and keeps that in `read`, and what is `around`.
 
     Its weight has a shape, a dtype and no memory: code that multiplies by it fails.
     """
@@ -65,7 +75,7 @@ class StandIn(nn.Module):
         shape_NK = plain.weight.shape[::-1] if hasattr(plain, "nf") else plain.weight.shape  # a Conv1D's is [K, N]
         self.out_features, self.in_features = self.nf, self.nx = shape_NK
         self.read: list[torch.Tensor] = []
-        self.wrote = torch.empty(0)
+        self.wrote, self.around = torch.empty(0), None
         for key, own in (("weight", plain.weight), ("bias", plain.bias)):
             empty = None if own is None else torch.empty(own.shape, dtype=dtype, device="meta")
             # Not registered: accelerate patches register_parameter.
@@ -76,6 +86,7 @@ class StandIn(nn.Module):
         if x.shape[-1] != self.in_features:
             raise ConversionError("its input has another width")
         self.read.append(x.clone())
+        self.around = surroundings()
         return self.wrote.reshape(*x.shape[:-1], self.out_features).clone()
 
 
@@ -94,9 +105,26 @@ class _NoDraws(TorchDispatchMode):
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
     """Without the caller's modes and autocast, which come back after it, and without gradients."""
-    no_autocast = torch.autocast("cpu", enabled=False)
-    with disable_current_modes(), torch.inference_mode(False), torch.no_grad(), no_autocast:
+    with disable_current_modes(), torch.inference_mode(False), torch.no_grad(), autocast(False):
         yield
+
+
+@contextlib.contextmanager
+def autocast(enabled: bool) -> Iterator[None]:
+    """Autocast of twins, to BF16; the code may ask for that of cards, which need not be there, or switch it."""
+    before = torch.is_autocast_enabled("cuda")
+    torch.set_autocast_enabled("cuda", enabled)
+    try:
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            yield
+    finally:
+        torch.set_autocast_enabled("cuda", before)
+
+
+def surroundings() -> tuple:
+    """What a module's code may put round a layer that changes what this computes or keeps, and no number of a twin."""
+    casts = ((torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda"))
+    return *casts, saved_tensors_hooks(False)
 
 
 def run(twin: nn.Module, mode: Mode, *inputs: torch.Tensor) -> Any:

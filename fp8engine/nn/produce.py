@@ -7,7 +7,7 @@
 
 An MLP calls its layers as modules, so that their hooks and adapters run.  Where what was recognised is not what is
 there any more, the module's own forward runs: another eps is followed; a tensor of another class or dtype, another
-value of an attribute, another module in the activation's place, or a hook on it, are the own forward's.
+value of an attribute, another module in the activation's place or one more, or a hook on it, are the own forward's.
 """
 
 from __future__ import annotations
@@ -137,6 +137,9 @@ class Recognised:
     around: Callable = alone
 
 
+NOTHING = Recognised(None)  # of an instance that other code makes with a module's class, as torch makes slices
+
+
 def _plain(x: Any) -> bool:
     dense = type(x) in KNOWN and x.dtype in FLOATS and x.layout == torch.strided and not x.is_nested and x.dim()
     return bool(dense) and not _torch.transforms_active()
@@ -155,14 +158,14 @@ def _same(now: Any, then: Any) -> bool:
 
 def _found(module: Mixin, known: Recognised) -> bool:
     """Whether a module is what it was recognised as."""
-    return not replaced(module) and _unchanged(module, known.own)
+    return known is not NOTHING and not replaced(module) and _unchanged(module, known.own)
 
 
 class ProducingNorm(Mixin):
     """A norm whose result takes codes along."""
 
     prefix = "Producing"
-    recognised: Recognised
+    recognised = NOTHING
 
     def forward(self, *args, **kwargs):
         known, which = self.recognised, self.recognised.what
@@ -186,14 +189,18 @@ def _fits(parameter: torch.Tensor | None, x: torch.Tensor) -> bool:
 
 def _widened(x: torch.Tensor) -> bool:
     """Whether autocast gives a LayerNorm's result another dtype than x's."""
-    return x.dtype.itemsize == 2 and not x.is_meta and torch.is_autocast_enabled(x.device.type)
+    return x.dtype.itemsize == 2 and _autocast(x)
+
+
+def _autocast(x: torch.Tensor) -> bool:
+    return not x.is_meta and torch.is_autocast_enabled(x.device.type)
 
 
 class ProducingActivation(Mixin):
     """An activation whose result takes codes along."""
 
     prefix = "Producing"
-    recognised: Recognised
+    recognised = NOTHING
 
     def forward(self, *args, **kwargs):
         if args and isinstance(args[0], Proxy):
@@ -208,16 +215,19 @@ class ProducingMlp(Mixin):
     """An MLP, down(act(gate(x)) * up(x)) or down(act(up(x))), whose product takes codes along."""
 
     prefix = "Producing"
-    recognised: Recognised
+    recognised = NOTHING
 
     def forward(self, *args, **kwargs):
         known, x = self.recognised, args[0] if args else None
-        *firsts, down = layers = [_part(self, path) for path in known.layers]
+        layers = [_part(self, path) for path in known.layers]
         dtypes = {getattr(getattr(layer, "weight", None), "dtype", None) for layer in layers}
         as_found = len(dtypes - {None}) == len(dtypes) == 1  # T5 keeps one weight in FP32, and casts what it reads
         as_found = as_found and all(_passive(_part(self, path), part, own) for path, part, own in known.others)
-        if len(args) != 1 or kwargs or not (as_found and _found(self, known) and _plain(x)):
+        as_found = as_found and _parts(self, known) == len(known.layers) + len(known.others)
+        as_found = as_found and _plain(x) and (x.dtype in dtypes or _autocast(x))  # else it casts x, or an error is due
+        if len(args) != 1 or kwargs or not (as_found and _found(self, known)):
             return super().forward(*args, **kwargs)
+        *firsts, down = layers
         made = [layer(x) for layer in firsts]
         if known.gate_last:
             made = [*reversed(made[0].chunk(2, -1))]
@@ -233,6 +243,12 @@ def _part(module: Any, path: tuple[str, ...]) -> Any:
     for key in path:
         module = module and module._modules.get(key)
     return module
+
+
+def _parts(module: Any, known: Recognised) -> int:
+    """How many parts an MLP has now, without those in its layers."""
+    holders = (module, *(part for _, part, _ in known.others))
+    return sum(child is not None for each in holders for child in each._modules.values())
 
 
 def _passive(part: Any, found: nn.Module, own: Told) -> bool:

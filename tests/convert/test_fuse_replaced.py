@@ -13,7 +13,7 @@ import pytest
 import torch
 from hf_families import FAMILIES
 from hf_fusing import alike, block, pair, producers, sources, step
-from probe_modules import Rms, TimmGluMlp, by_hand
+from probe_modules import Gated, Rms, TimmGluMlp, by_hand
 from support import converted, same, sqnr
 from torch import nn
 from torch.nn.utils import parametrize
@@ -229,6 +229,73 @@ def test_another_form_of_gelu_is_followed_by_itself_and_as_a_part_of_an_mlp(monk
     assert len(calls) == 1, "the MLP's own forward"
     assert not torch.equal(gelu(x), before)
     assert torch.equal(gelu(x), nn.functional.gelu(x, approximate="tanh"))
+
+
+class Listed(nn.Module):
+    """Runs what is in a list."""
+
+    def __init__(self, *parts: nn.Module):
+        super().__init__()
+        self.parts = nn.ModuleList(parts)
+
+    def forward(self, x):
+        for part in self.parts:
+            x = part(x)
+        return x
+
+
+def _parts(model: Any) -> Any:
+    return getattr(model, "parts", model)
+
+
+def _inserted(model: Any) -> Any:
+    _parts(model).insert(1, nn.Softmax(-1))
+    return model
+
+
+# What is done to a container that fe.convert has recognised as an MLP -> what is called then.
+CONTAINERS: dict[str, Callable[[Any], Any]] = {
+    "append": lambda model: (_parts(model).append(nn.Softmax(-1)), model)[1],
+    "extend": lambda model: (_parts(model).extend([nn.Tanh(), nn.Softmax(-1)]), model)[1],
+    "insert": _inserted,
+    "pop and append": lambda model: (_parts(model).pop(1), _parts(model).append(nn.Softmax(-1)), model)[2],
+}
+SLICES: dict[str, Callable[[Any], Any]] = {
+    "the first two": lambda model: model[:2],
+    "the last two": lambda model: model[1:],
+    "all, and one more": lambda model: model[:].append(nn.Softmax(-1)),
+}
+
+
+@pytest.mark.parametrize(
+    ("of", "done"), [*((Listed, key) for key in CONTAINERS), *((nn.Sequential, key) for key in CONTAINERS | SLICES)]
+)
+def test_what_a_container_holds_after_conversion_is_what_runs(of: Any, done: str):
+    torch.manual_seed(0)
+    plain, x, found = of(nn.Linear(32, 32), nn.ReLU(inplace=True), nn.Linear(32, 32)), torch.randn(8, 32), []
+    for fuse in (False, None):
+        model = converted(copy.deepcopy(plain), "rowwise", fuse=fuse)
+        before = model(x)
+        found.append((CONTAINERS | SLICES)[done](model)(x.clone()))
+    assert producers(model) == [""]
+    assert torch.equal(*found)
+    assert not torch.equal(found[0], before)
+
+
+class CastsInput(Gated):
+    """An MLP of a model whose residual stream is in FP32."""
+
+    def forward(self, x):
+        return super().forward(x.to(self.w1.weight.dtype))
+
+
+def test_an_mlp_that_casts_what_it_reads_to_its_weights_dtype_does_so():
+    torch.manual_seed(0)
+    plain, x = CastsInput().bfloat16(), torch.randn(8, 32)
+    unfused, fused = (converted(copy.deepcopy(plain), "rowwise", fuse=fuse) for fuse in (False, None))
+    assert producers(fused) == [""]
+    assert fused(x).dtype == torch.bfloat16
+    assert torch.equal(fused(x), unfused(x)), "its own forward"
 
 
 @pytest.mark.parametrize("kind", [nn.LayerNorm, lambda width: nn.RMSNorm(width, 1e-6)])

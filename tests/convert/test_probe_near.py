@@ -1,5 +1,6 @@
 """Modules that merely resemble a formula, which the probe leaves alone and does not change."""
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -21,6 +22,7 @@ from probe_modules import (
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations, prune
+from torch.utils.checkpoint import checkpoint
 
 import fp8engine as fe
 
@@ -101,6 +103,43 @@ BRANCHES: dict[str, Callable[[], nn.Module]] = {
 }
 
 
+class Within(Gated):
+    """A gated MLP in a context of its own, or in what `call` puts round it."""
+
+    def __init__(self, context: Any = contextlib.nullcontext, call: Any = lambda core, x: core(x)):
+        super().__init__()
+        self.context, self.call = context, call
+
+    def forward(self, x):
+        with self.context():
+            return self.call(super().forward, x)
+
+
+def without_nan(x: torch.Tensor) -> torch.Tensor:
+    return torch.where(x.isnan(), 0, x)
+
+
+def refused(x: torch.Tensor) -> torch.Tensor:
+    assert not x.isnan().any()
+    return x
+
+
+AROUND: dict[str, Callable[[], nn.Module]] = {
+    "autocast off": lambda: Within(lambda: torch.autocast("cpu", enabled=False)),
+    "a card's autocast off": lambda: Within(lambda: torch.autocast("cuda", enabled=False)),
+    "autocast on": lambda: Within(lambda: torch.autocast("cpu", torch.bfloat16)),
+    "autocast to FP16": lambda: Within(lambda: torch.autocast("cpu", torch.float16)),
+    "a result in the input's dtype": lambda: Gated(after=lambda x, y: y.to(x.dtype)),
+    "checkpointing": lambda: Within(call=lambda core, x: checkpoint(core, x, use_reentrant=False)),
+    "checkpointing with reentrance": lambda: Within(call=lambda core, x: checkpoint(core, x, use_reentrant=True)),
+    "saved elsewhere": lambda: Within(torch.autograd.graph.save_on_cpu),
+    "a filter of NaN before": lambda: Gated(before=without_nan),
+    "a filter of NaN within": lambda: Gated(lambda a, b: without_nan(F.silu(a) * b)),
+    "a filter of NaN after": lambda: Gated(after=lambda x, y: without_nan(y)),
+    "a norm that filters NaN": lambda: rms_of(lambda m, x: by_hand(m, without_nan(x))),
+    "an activation that filters NaN": lambda: Function(lambda x: F.silu(without_nan(x))),
+    "an assertion": lambda: Gated(before=refused),
+}
 SEEN: list[torch.Tensor] = []
 COUNTS: dict[str, int] = {"calls": 0}
 
@@ -285,6 +324,7 @@ NEAR_MISSES: dict[str, Callable[[], nn.Module]] = {
     "it raises": lambda: Function(lambda x: 1 / 0),
     "it gives back no tensor": lambda: Function(lambda x: 3),
     **GRADIENTS,
+    **AROUND,
     **BRANCHES,
     **SIDE_EFFECTS,
 }
