@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any, cast
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 
 from fp8engine import _numpy as numpy
 from fp8engine.auto import budget
+from fp8engine.auto.alarm import Alarm
 from fp8engine.auto.between import Between
 from fp8engine.auto.failures import Failures
 from fp8engine.auto.history import History, trends_from_dict
@@ -26,8 +27,10 @@ from fp8engine.errors import StateError
 from fp8engine.files import HostCopy
 from fp8engine.numerics.formats import Format
 from fp8engine.numerics.recipe import Auto, Recipe
+from fp8engine.ops.reference.operand import COUNTERS
 from fp8engine.scaling.choice import Casts, Choice, SlotKey, recipe_of
-from fp8engine.scaling.reads import READS, Reads
+from fp8engine.scaling.histogram import LENGTH
+from fp8engine.scaling.reads import READS, SHAPE, Reads
 from fp8engine.scaling.sample import StepSamples, Tables
 from fp8engine.scaling.table import OUTPUT, ROLES, ScalingState
 
@@ -121,10 +124,13 @@ class Known:
 
     def begin_sampling(self, only: Collection[int] | None = None) -> None:
         """Give the step that begins a table for the statistics of layers, by their index in the state; None: of all."""
+        self.state.sample(self._samples(only))
+
+    def _samples(self, only: Collection[int] | None) -> StepSamples:
         shapes = {layer: self.shapes[i] for layer, i in self.by_layer.items() if only is None or layer in only}
         count = len(self.state.layers)
         rows = (len(ROLES) + self.outputs.any) * count
-        self.state.sample(StepSamples(rows, count, shapes, self.state.device))
+        return StepSamples(rows, count, shapes, self.state.device)
 
     def state_dict(self) -> dict[str, Any]:
         """Its decisions as JSON, and as tensors what it remembers and what it has not decided on yet."""
@@ -138,6 +144,8 @@ class Known:
             "choices": choices_to_list(self.groups()),
             "log": [change.to_dict() for change in self.log],
             "trends": self.history.trends_to_dict(),
+            "alarms": self.history.alarms,
+            "told": self.history.told,
             **self.outputs.state_dict(),
             "remembered": [[i, seen.count] for i, seen in self.reads.items()],
             "tries": [self.moves.number, list(self.moves.tries.items())],
@@ -159,12 +167,13 @@ class Known:
         kept = {key: tables.get(key, torch.empty(0)).detach().cpu().clone() for key in TABLES}
         return {"decided": json.dumps(decided), **kept}
 
-    def load_state_dict(self, found: Mapping[str, Any]) -> None:
-        """The inverse of `state_dict`.  Raises StateError for another controller's state, with nothing loaded."""
+    def loading(self, found: Mapping[str, Any]) -> Callable[[], None]:
+        """The inverse of `state_dict`: what loads it.  Raises StateError for another controller's state, or none."""
         state = self.state
         try:
             decided = json.loads(found["decided"])
-            tables = {key: found[key] for key in TABLES}
+            samples = self._samples(decided["sampled"]) if "sampled" in decided else None
+            tables = self._tables(found, decided, samples)
             new: dict[str, Any] = {key: decided[key] for key in PLAIN} | {"steps_without_backward": decided["late"]}
             new["spent"] = None if new["spent"] is None else budget.Spent(*new["spent"])
             new |= {"choices": choices_from_list(decided["choices"]), "pending": None, "watched": None}
@@ -177,33 +186,70 @@ class Known:
                 new["watched"] = PendingSample(new["step"], HostCopy([tables["watched"]]))
             if decided["pending"] is not None:
                 new["pending"] = PendingSample(decided["pending"], HostCopy(tables[key] for key in PENDING))
-            trends = trends_from_dict(decided["trends"])
-            begun, decides_next, between = (decided[key] for key in ("begun", "decides_next", "between"))
-            outputs = {key: decided[key] for key in ("outputs", "taken")}
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            elif samples is None and len(tables["slots"]):
+                finished = Tables(*(tables[key].to(state.device, copy=True) for key in PENDING[:3]))
+                samples = StepSamples.finished(finished)
+            alarms = [Alarm(*alarm) for alarm in decided.get("alarms", ())]  # older states have none
+            history = {"trends": trends_from_dict(decided["trends"]), "alarms": alarms}
+            history["told"] = decided.get("told", len(alarms))
+            begun, decides_next, (same, waited) = (decided[key] for key in ("begun", "decides_next", "between"))
+            new["outputs"] = Outputs(self.layers, self.recipes)
+            new["outputs"].load_state_dict(decided)
+            ready = [dict(each) for each in decided["taken"]["ready"]]
+        except (ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
             raise StateError(f"not the state of an auto recipe ({type(error).__name__}: {error})") from error
         unknown = {change.layer for change in new["log"]} - self.by_name.keys()
         if unknown or set(new["choices"]) - set(range(len(self.layers))):
             raise StateError("the state of an auto recipe for another model: its layers are not these")
-        vars(self).update(new)
-        self.history.trends = trends
-        for numerics, recipe in zip(self.layers, self.recipes, strict=True):
-            numerics.adopt(recipe if self.plan is None else self.plan.start)
-        self.outputs.load_state_dict(outputs)
-        for change in self.log:
-            self.by_name[change.layer].adopt(change.recipe)
-        self.between.load(*between)
-        state.outputs.widen = not self.frozen
-        state.begun, state.decides_next = begun, decides_next
-        state.sample(None)
-        if "sampled" in decided:
-            self.begin_sampling(decided["sampled"])
-            samples = cast(StepSamples, state.samples)
+
+        def load() -> None:
+            vars(self).update(new)
+            vars(self.history).update(history)
+            for numerics, recipe in zip(self.layers, self.recipes, strict=True):
+                numerics.adopt(recipe if self.plan is None else self.plan.start)
+            for numerics, taken in zip(self.layers, ready, strict=False):
+                numerics.ready = taken
+            for change in self.log:
+                self.by_name[change.layer].adopt(change.recipe)
+            self.between.load(same, waited)
+            state.outputs.widen = not self.frozen
+            state.begun, state.decides_next = begun, decides_next
+            state.sample(samples)
+
+        return load
+
+    def _tables(self, found: Mapping, decided: Mapping, samples: StepSamples | None) -> dict[str, torch.Tensor]:
+        """The tables of a state; `samples`, of a step whose backward is to come, take theirs.
+
+        Raises ValueError for what is no table, or too small: results have rows and columns behind those of operands.
+        """
+        count = len(self.state.layers)
+        columns = len(ROLES) * count
+        shapes = {
+            "slots": (columns + self.outputs.any * count, LENGTH),
+            "reads": (count, *SHAPE),
+            "loss": (1,),
+            "pending_counts": (len(COUNTERS), columns),
+            "pending_amax": (columns,),
+            "pending_rules": (3, columns),
+            "counts": (len(COUNTERS), columns),
+            "remembered": (len(decided["remembered"]), *SHAPE),
+            "moves": (3, 0, 3),
+            "parts": (0,),
+            "watched": (columns,),
+        }
+        needed = PENDING if decided["pending"] is not None else PENDING[:3] if len(found["slots"]) else ()
+        tables = {key: found[key] for key in TABLES}
+        for key, table in tables.items():
+            least = shapes[key]
+            if table.shape == (0,) and (samples is not None or key not in needed):
+                continue
+            if table.dim() != len(least) or any(has < wants for has, wants in zip(table.shape, least, strict=True)):
+                raise ValueError(f"{key} has the shape {list(table.shape)}, and not {list(least)} or more")
+        if samples is not None:
             for mine, key in ((samples.slots_SL, "slots"), (samples.flat, "parts"), (samples.loss_1, "loss")):
-                mine.copy_(tables[key])
-        elif decided["pending"] is None and len(tables["slots"]):
-            finished = Tables(*(tables[key].to(state.device, copy=True) for key in PENDING[:3]))
-            state.sample(StepSamples.finished(finished))
+                mine.copy_(tables[key].view(mine.shape))
+        return tables
 
     def _slot(self, row: int) -> SlotKey:
         """The slot that a row of the samples describes: outputs behind all operands."""

@@ -231,15 +231,13 @@ class Outputs:
         return {"outputs": stored, "taken": {"last": self.taken, "known": sorted(self.known), "ready": ready}}
 
     def load_state_dict(self, saved: Mapping) -> None:
-        """The inverse of `state_dict`."""
+        """The inverse of `state_dict`, but for what the layers count."""
         for each in saved["outputs"]:
             name, *rest = each["stored"]
             self.stored[each["layer"]] = Stored(Format.named(name), *rest)
             self.counts[each["layer"]] = tuple(each["counts"])
         taken = saved["taken"]
         self.taken, self.known = taken["last"], set(taken["known"])
-        for numerics, ready in zip(self.layers, taken["ready"], strict=False):
-            numerics.ready = ready
 
     def _why_not(self, i: int) -> str:
         consumers = [ResultConsumer(*pair) for pair in self.layers[i].consumers]

@@ -140,10 +140,11 @@ class StateView(Mapping[str, SlotView]):
     def put_back(self, state_dict: Mapping) -> None:
         """`load_state_dict`; its warning names the line that called its caller."""
         slots, kept = self._checked(state_dict)
+        loads = [controller.loading(found) for controller, found in zip(self.controllers, kept, strict=True)]
         if any(state.delayed for state in self.states):
             _warn_of_marks(slots)
-        for controller, found in zip(self.controllers, kept, strict=True):  # before the tables: a recipe clears a scale
-            controller.load_state_dict(found)
+        for load in loads:  # before the tables: a recipe clears a scale
+            load()
         for name, slot in self.slots().items():
             for key, target in _columns(*slot).items() if name in slots else ():
                 target[: slots[name][key].numel()] = slots[name][key][: target.numel()]

@@ -2,6 +2,7 @@
 
 import copy
 import io
+import json
 
 import pytest
 import torch
@@ -65,6 +66,32 @@ def test_a_copy_and_a_saved_model_have_no_listeners():
     assert controllers_of(again)[0].history.listeners == []
     grow(model, 12)
     assert heard
+
+
+def test_a_resumed_run_has_the_early_warnings_of_before_and_tells_them_no_second_time():
+    model, resumed = watched(), watched()
+    grow(model, 12)
+    wanted, saved, heard = fe.inspect(model).alarms, fe.scaling_state_dict(model), []
+    fe.scaling_state(resumed).on_alarm(heard.append)
+    fe.load_scaling_state_dict(resumed, saved)
+    assert wanted
+    assert fe.inspect(resumed).alarms == wanted
+    torch.manual_seed(1)
+    grow(model, 2)
+    torch.manual_seed(1)
+    grow(resumed, 2)
+    assert fe.inspect(resumed).alarms == fe.inspect(model).alarms
+    assert [alarm._asdict() for alarm in heard] == fe.inspect(model).alarms[len(wanted) :]
+
+
+def test_a_state_that_was_saved_without_early_warnings_is_loaded():
+    model = watched()
+    grow(model, 12)
+    saved = fe.scaling_state_dict(model)
+    decided = json.loads(saved["auto"][0]["decided"])
+    saved["auto"][0]["decided"] = json.dumps({k: v for k, v in decided.items() if k not in ("alarms", "told")})
+    fe.load_scaling_state_dict(model, saved)
+    assert fe.inspect(model).alarms == []
 
 
 def test_a_model_that_nobody_watches_says_so():

@@ -216,6 +216,7 @@ class Run:
             found["decisions"] = [line for change in controller.log for line in change.lines()]
             found["step of auto"] = controller.step
             found["trends"] = controller.history.trends_to_dict()
+            found["early warnings"] = list(controller.history.alarms)
         return found
 
 

@@ -2,6 +2,7 @@
 
 import copy
 import io
+import json
 
 import pytest
 import torch
@@ -133,3 +134,56 @@ def test_a_slot_that_is_no_slot_is_named_and_nothing_is_loaded():
         with pytest.raises(fe.errors.StateError, match=f"^{name}: \\w+ should be torch"):
             fe.load_scaling_state_dict(model, {**saved, "slots": saved["slots"] | {name: wrong}})
     assert same(tables(model), before)
+
+
+WRONG = {
+    "decided": [None, "x", '{"step": 1}'],
+    "slots": [None, torch.zeros(6), torch.zeros(2, 3)],
+    "reads": [-5, torch.zeros(2)],
+    "loss": [None, torch.tensor(1.0), torch.empty(0)],
+    "parts": [None],
+    "counts": ["x", torch.zeros(7, 2)],
+    "remembered": [None, torch.zeros(2), torch.zeros(2, 6, 5)],
+    "moves": [None, torch.zeros(5)],
+    "watched": [0, torch.zeros(2)],
+    "pending_counts": [None, torch.zeros(7, 2)],
+    "pending_amax": [None, torch.zeros(2)],
+    "pending_rules": [None, torch.zeros(3)],
+}
+
+
+def bits(found) -> list:
+    """All that a scaling state holds."""
+    if isinstance(found, dict | list):
+        each = found.items() if isinstance(found, dict) else enumerate(found)
+        return [part for key, value in each for part in [key, *bits(value)]]
+    return [found.shape, found.numpy().tobytes()] if isinstance(found, torch.Tensor) else [found]
+
+
+@pytest.mark.parametrize("key", WRONG)
+@pytest.mark.parametrize("when", ["decided", "finished", "under way"])
+def test_a_damaged_part_of_auto_is_refused_and_nothing_is_loaded(key: str, when: str):
+    """Saved where nothing waits, where a sampled step has ended, and where its backward is still to come.
+
+    Of two scaling states, the second is damaged: the first is not loaded either.
+    """
+    model = nn.Sequential(*(fe.Linear(16, 16, recipe=fe.auto(interval=2 if when == "decided" else 1)) for _ in "ab"))
+    for _ in range(5 if when == "decided" else 3):
+        model(torch.randn(8, 16)).square().mean().backward()
+    if when == "under way":
+        model(torch.randn(8, 16))
+    saved = fe.scaling_state_dict(model)
+    assert ("sampled" in json.loads(saved["auto"][1]["decided"])) == (when == "under way")
+    other = copy.deepcopy(model)
+    other(torch.randn(8, 16)).square().mean().backward()
+    before = bits(fe.scaling_state_dict(other))
+    assert before != bits(saved)
+    for wrong in WRONG[key]:
+        damaged = {**saved, "auto": [saved["auto"][0], {**saved["auto"][1], key: wrong}]}
+        if not len(saved["auto"][1][key]) and isinstance(wrong, torch.Tensor) and not wrong.numel():
+            continue  # as it was
+        with pytest.raises(fe.errors.StateError, match="not the state of an auto recipe"):
+            fe.load_scaling_state_dict(other, damaged)
+        assert bits(fe.scaling_state_dict(other)) == before, wrong
+    fe.load_scaling_state_dict(other, saved)
+    assert bits(fe.scaling_state_dict(other)) == bits(saved)
