@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import itertools
 import re
+import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -23,7 +24,7 @@ from fp8engine import _torch
 from fp8engine.convert.record import RECORD
 from fp8engine.convert.select import Decision
 from fp8engine.errors import ConversionError
-from fp8engine.export.layers import one_scale
+from fp8engine.export.layers import one_scale, unsmoothed
 from fp8engine.export.layout import Stored
 from fp8engine.export.write import check_model, quantised, settle
 from fp8engine.nn.linear import Float8Module
@@ -38,7 +39,8 @@ def iter_fp8(model: nn.Module, *, layout: str = "auto") -> Iterator[tuple[str, t
     `weight_scale_inv` over blocks; a byte each under "mxfp8"); other tensors in the model's dtype.  Tensors are on the
     model's device; those not in FP8 are the parameters' own memory, so copy what must outlive the next optimizer step.
     With layout="fp8engine" the codes are those that the next forward multiplies, but for `delayed`, whose scale comes
-    from its history; other layouts differ where servers ask for it (layers.py).
+    from its history, and layers under fe.smooth, which is left out with a warning; other layouts differ where servers
+    ask for it (layers.py).
     Under FSDP2 each tensor is gathered when it comes, in the dtype that mp_policy gives the forward: every rank must go
     through all pairs.  Between two pairs nothing may change the weights or run the model.
 
@@ -66,7 +68,10 @@ def iter_fp8(model: nn.Module, *, layout: str = "auto") -> Iterator[tuple[str, t
             "first, or fe.hf.export for a checkpoint of a plain model"
         )
     stored, decisions, _ = settle(model, None, layout, "dynamic")
-    return _pairs(model, stored, [decision for decision in decisions if decision.recipe is not None])
+    chosen = [decision for decision in decisions if decision.recipe is not None]
+    for note in unsmoothed(chosen):
+        warnings.warn(f"iter_fp8: {note}", stacklevel=2)
+    return _pairs(model, stored, chosen)
 
 
 def _pairs(model: Any, stored: Stored, chosen: list[Decision]) -> Iterator[tuple[str, torch.Tensor]]:

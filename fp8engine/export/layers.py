@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fp8engine.auto.failures import some
 from fp8engine.convert.dry_run import asked_for_dtype
 from fp8engine.convert.record import RECORD, Record
 from fp8engine.convert.select import Decision, decide, is_conv1d, linear_layers, parameter_of
@@ -78,7 +79,18 @@ def choose_layers(model: nn.Module, recipe: str | Recipe | None, layout: str) ->
         )
     if changed:
         notes.append(f"a scale per row, not as the recipe says: {_grouped(changed)}")
-    return layout, decisions, notes
+    return layout, decisions, notes + unsmoothed(chosen)
+
+
+def unsmoothed(decisions: list[Decision]) -> list[str]:
+    """A note on layers under fe.smooth, whose scales come anew from every input: no layout has a place for them."""
+    names = [d.name for d in decisions if isinstance(d.module, Float8Module) and d.module.numerics.smooth]
+    if not names:
+        return []
+    return [
+        f"fe.smooth is left out, which no layout holds: the inputs of {some(names)} have their outliers again; convert "
+        "with those layers in 16 bits (overrides) where they harm"
+    ]
 
 
 def together(decisions: list[Decision]) -> list[list[Decision]]:

@@ -26,7 +26,10 @@ class ReportCallback(Callback):
         """Note the loss of the batch that ended an optimizer step."""
         if trainer.global_step > self.seen:
             self.seen = trainer.global_step
-            self.live.step(pl_module, self.seen - 1, outputs.get("loss") if isinstance(outputs, dict) else outputs)
+            loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
+            if loss is not None:  # which Lightning has divided: a last, shorter group's by as much
+                loss = loss * trainer.accumulate_grad_batches
+            self.live.step(pl_module, self.seen - 1, loss)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Write the last report."""

@@ -1,5 +1,6 @@
 """fe.hf.iter_fp8: the tensors of an export, the codes of a forward, one layer at a time, and what it refuses."""
 
+import copy
 import itertools
 import weakref
 from collections.abc import Callable
@@ -145,6 +146,22 @@ def test_one_layers_copies_are_held_at_a_time():
     assert len(made) == 2 * 14
     assert total == 14 * 4 + 2 * (2 * 32 * 32 + 2 * 16 * 32 + 3 * 64 * 32)
     assert most == 2 * 64 * 32 + 2 * 4  # gate and up
+
+
+@pytest.mark.parametrize("layout", ["auto", "fp8engine"])
+def test_smoothing_is_left_out_and_said_by_name(tmp_path: Path, layout: str):
+    """The tensors are those of a model that never had it; once a call, not once a layer."""
+    plain = converted(tiny_models.llama(), "current")
+    model = fe.smooth(copy.deepcopy(plain), "model.layers.1.*")
+    assert not any("smooth" in note for note in export(plain, tmp_path / "plain", layout=layout).notes)
+    report = export(model, tmp_path / "smooth", layout=layout)
+    (note,) = (note for note in report.notes if "smooth" in note)
+    assert "no layout holds: the inputs of model.layers.1.mlp.down_proj have" in note
+    with pytest.warns(UserWarning, match="^iter_fp8: fe.smooth is left out") as said:
+        tensors = dict(iter_fp8(model, layout=layout))
+    assert [str(each.message) for each in said] == [f"iter_fp8: {note}"]
+    wanted = load_file(tmp_path / "plain" / "model.safetensors")
+    assert {name: bits(t) for name, t in tensors.items()} == {name: bits(t) for name, t in wanted.items()}
 
 
 def test_what_is_refused_is_refused_before_the_first_pair():
