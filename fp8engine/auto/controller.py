@@ -142,6 +142,7 @@ class Controller(Known):
         self.state.decides_next = False
         if self.step > 0:  # of a training whose blocks are recomputed: the step had begun with an evaluation's forward
             return
+        self.counts = None
         if not self.calibrated and self.choices:  # training decides for itself
             self.choices, self.reads, self.log, self.history = {}, {}, [], self.history.emptied()
             self.outputs = Outputs(self.layers, self.recipes)
@@ -209,7 +210,10 @@ class Controller(Known):
                 names = [self._name(self._slot(row)) for row in failed if failed[row] == why]
                 self.failures.tell(f"step {self.step - 1}: {some(names)} could not be sampled", why)
             amax_S = state.live_2S[0].clone() if state.step_amax_S is None else state.step_amax_S
-            tables = [*state.samples.finish(self.sizes(), backward), state.counts_CS.clone(), amax_S]
+            counts_CS = state.counts_CS.clone()
+            if backward:  # an evaluation between two steps decides nothing
+                counts_CS[:, : len(state.columns)] -= state.evals_CS
+            tables = [*state.samples.finish(self.sizes(), backward), counts_CS, amax_S]
             self.pending = start_copy(max(self.step - 1, 0), state, tables, alike=[state.rules_3S])
             state.sample(None)
         if self.pending is not None and may and (wait or self.pending.arrived(self.step)):

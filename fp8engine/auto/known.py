@@ -38,7 +38,7 @@ from fp8engine.scaling.table import OUTPUT, ROLES, ScalingState
 PLAIN = ("step", "tentative", "calibrated", "loss", "spent")
 OF_CHOICE = ("layers", "margin", "changes", "spent")
 PENDING = ("slots", "reads", "loss", "pending_counts", "pending_amax", "pending_rules")  # as `host_copy.Copied`
-TABLES = (*PENDING, "counts", "remembered", "moves", "parts", "watched")
+TABLES = (*PENDING, "counts", "remembered", "moves", "parts", "watched", "evaluated")
 
 
 class Known:
@@ -70,7 +70,7 @@ class Known:
         self.moves = Moves()
         self.watched: PendingSample | None = None  # amaxes that `moves` will be asked about
         self.pending: PendingSample | None = None
-        self.counts: torch.Tensor | None = None  # the state's counters at the last sample
+        self.counts: torch.Tensor | None = None  # the state's counters at the last sample, less those of evaluations
         self.steps_without_backward = 0  # forwards since the sampled one
         self.tentative = False  # this step began in a forward without gradients: of a checkpoint, or of an evaluation
         self.calibrated = False  # whether decisions made before the first training step stay
@@ -150,7 +150,7 @@ class Known:
             "remembered": [[i, seen.count] for i, seen in self.reads.items()],
             "tries": [self.moves.number, list(self.moves.tries.items())],
         }
-        tables: dict[str, torch.Tensor] = {"moves": torch.from_numpy(self.moves.ranges)}
+        tables = {"moves": torch.from_numpy(self.moves.ranges), "evaluated": state.evals_CS}
         if self.counts is not None:
             tables["counts"] = self.counts
         if self.reads:
@@ -214,6 +214,9 @@ class Known:
             self.between.load(same, waited)
             state.outputs.widen = not self.frozen
             state.begun, state.decides_next = begun, decides_next
+            state.evals_CS.zero_()
+            if len(evaluated := tables["evaluated"]):
+                state.evals_CS.copy_(evaluated[: len(COUNTERS), : len(state.columns)])
             state.sample(samples)
 
         return load
@@ -237,9 +240,11 @@ class Known:
             "moves": (3, 0, 3),
             "parts": (0,),
             "watched": (columns,),
+            "evaluated": (len(COUNTERS), columns),
         }
         needed = PENDING if decided["pending"] is not None else PENDING[:3] if len(found["slots"]) else ()
-        tables = {key: found[key] for key in TABLES}
+        tables = {key: found[key] for key in TABLES[:-1]}
+        tables["evaluated"] = found.get("evaluated", torch.empty(0))  # older states have none
         for key, table in tables.items():
             least = shapes[key]
             if table.shape == (0,) and (samples is not None or key not in needed):

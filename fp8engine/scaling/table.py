@@ -22,7 +22,6 @@ import torch
 from torch import nn
 
 from fp8engine import _torch
-from fp8engine._torch import graph_task, transforms_active
 from fp8engine.errors import StateError
 from fp8engine.numerics.recipe import OUTPUT, ROLES, Cast, Recipe
 from fp8engine.ops.card_trials import step_begins
@@ -97,6 +96,7 @@ class ScalingState:
         self.live_2S = torch.zeros(2, len(casts), dtype=torch.float32, device=device)
         self.live_2S[0] = -1.0
         self.counts_CS = torch.zeros(len(COUNTERS), len(casts), dtype=torch.int64, device=device)
+        self.evals_CS, self.before_CS = torch.zeros_like(self.counts_CS), None  # operands' without gradients
         self.saved_1 = torch.zeros(1, dtype=torch.int64, device=device)  # whether a save decides a join: ranks.py
         # How many gradients were cast when amaxes were entered last, -1 before: ops/scale_update.py.
         self.entered_1 = torch.full((1,), -1, dtype=torch.int64, device=device)
@@ -185,7 +185,7 @@ class ScalingState:
         if self.device.type == "meta":
             self._reset(where)
             return
-        for name in ("rules_3S", "history_HS", "live_2S", "counts_CS", "saved_1", "entered_1", "graphs_1"):
+        for name in ("rules_3S", "history_HS", "live_2S", "counts_CS", "evals_CS", "saved_1", "entered_1", "graphs_1"):
             setattr(self, name, getattr(self, name).to(where))
         self.outputs.to(where)
         self._make_views()
@@ -213,6 +213,7 @@ class ScalingState:
         if self.on_step is not None and root is not None:
             self.root, self.formats_stay = weakref.ref(root), False
         self.begin_step(root=True)
+        self.before_CS = None if self.on_step is None or torch.is_grad_enabled() else self.counts_CS.clone()
         if self.shares:
             self.forward.begin()
 
@@ -230,6 +231,9 @@ class ScalingState:
             for leaf in _torch.tree_leaves(result):
                 if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None:
                     leaf.grad_fn.register_prehook(self._backward_comes)
+        if self.before_CS is not None:
+            self.evals_CS += (self.counts_CS - self.before_CS)[:, : len(self.columns)]
+            self.before_CS = None
         if self.samples is not None:
             loss = getattr(result, "loss", None)
             if isinstance(loss, torch.Tensor) and loss.numel() == 1:
@@ -248,9 +252,9 @@ class ScalingState:
 
     def begin_step(self, root: bool = False) -> None:
         """Enter the last step's amaxes, if this is a training step and not a recompute.  root: its forward begins."""
-        if transforms_active():
+        if _torch.transforms_active():
             return  # layers in FP8 refuse torch.func's transforms; in 16 bits they are no step
-        if graph_task() == -1:
+        if _torch.graph_task() == -1:
             # `on_step`'s first forward may be a reentrant checkpoint's; or an evaluation's, which auto finds out later.
             first = not (self.begun or self.on_step is None) or (root and self.decides_next)
             if torch.is_grad_enabled() or self.recomputed or first:
@@ -272,7 +276,7 @@ class ScalingState:
         """A layer's forward begins (not compiled): `begin_step`, if a backward pass has ended a step since, if
         `on_step` has not been called for the first, or if all that it was called for were evaluations.
         """
-        if graph_task() != -1:
+        if _torch.graph_task() != -1:
             self.recomputed |= not self.root_begins and _without_gradients_at_first()
         elif (
             self.backward_seen
@@ -314,10 +318,8 @@ class ScalingState:
             if len(self.outputs):
                 self.outputs.settle(self.counts_CS)
                 self.outputs.after_update(self.history_HS, self.live_2S, self.rules_3S)
-        elif self._host is not None:
-            self._host[0][0] = -1.0
         else:
-            self.live_2S[0].fill_(-1.0)
+            (self.live_2S if self._host is None else self._host[0])[0] = -1.0
 
     @NORMAL
     def adopt(self, layer: int, recipe: Recipe) -> None:
@@ -353,11 +355,10 @@ class ScalingState:
         if self.device.type == "meta":  # nothing has run: as a fresh table says it
             return ScalingState([self.layers[layer]]).view(name, 0, role)
         recipe = self.layers[layer][1]
-        if role == OUTPUT:
-            self.outputs.settle(self.counts_CS)
         index, margin, cast = self.column(layer, role), recipe.margin, self.cast(layer, role)
         amax, s = self.live_2S[:, index].clone()
         if role == OUTPUT:
+            self.outputs.settle(self.counts_CS)
             stored = self.outputs.scale_O[self.outputs.places[layer]]
             s = torch.where(stored > 0, 1.0 / stored, 0.0)
             margin = round(math.log2(cast.format.max / float(self.rules_3S[0, index]))) if recipe.stored else 0

@@ -235,3 +235,40 @@ def test_the_report_says_that_nothing_was_looked_at_until_a_step_was():
     )
     train(model, 1)
     assert not any("auto has seen" in layer["reason"] for layer in fe.inspect(model).layers)
+
+
+@pytest.mark.parametrize("evaluating", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("after", ["", "saved"])
+def test_an_evaluation_between_two_steps_decides_nothing(evaluating, after: str):
+    """Its inputs lie 1.3 times beyond the window, so that a sixth of what was cast since the last sample saturates."""
+
+    def trained(evaluated: bool) -> tuple[nn.Module, list[torch.Tensor]]:
+        torch.manual_seed(0)
+        model = converted(nn.Sequential(nn.Linear(32, 32), nn.GELU(), nn.Linear(32, 32)), recipe)
+        for step in range(8):
+            x = torch.rand(16, 32, generator=torch.Generator().manual_seed(step)) * 2 - 1
+            x[0, 0] = 1.0
+            if evaluated and step == 4:
+                with evaluating():
+                    model(torch.full((15, 32), 1.3))
+                assert counted(model) > 0
+            if after and step == 5:
+                saved, weights = fe.scaling_state_dict(model), model.state_dict()
+                model = converted(nn.Sequential(nn.Linear(32, 32), nn.GELU(), nn.Linear(32, 32)), recipe)
+                model.load_state_dict(weights)
+                fe.load_scaling_state_dict(model, saved)
+            model(x).square().mean().backward()
+            with torch.no_grad():
+                for p in model.parameters():
+                    p -= 1e-3 * p.grad
+                    p.grad = None
+        return model, [p.detach() for p in model.parameters()]
+
+    def counted(model: nn.Module) -> int:
+        return int(fe.scaling_state(model)["0.input"].saturated)
+
+    recipe = fe.auto(interval=2, objective="speed")
+    (plain_model, wanted), (model, found) = trained(False), trained(True)
+    assert lines(model) == lines(plain_model)
+    assert same(found, wanted)
+    assert counted(model) > counted(plain_model)  # the report has them
