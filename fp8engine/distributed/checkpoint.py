@@ -11,11 +11,13 @@ into copies first: a checkpoint that is cut short, or of another model, is an er
 from __future__ import annotations
 
 import contextlib
+import copy
 import io
 import os
 import pickle
 import secrets
 import shutil
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -27,12 +29,13 @@ from torch import nn
 
 from fp8engine import _torch, files
 from fp8engine.distributed.agree import agree
-from fp8engine.distributed.amax import join_now
+from fp8engine.distributed.amax import join_now, states_of
 from fp8engine.errors import StateError
 from fp8engine.ops import ranks
 
 METADATA = ".metadata"  # torch's name for it; a folder that has it is whole
 DATA, DIGITS = "data-", 16
+NEW = "the optimizer has no state"  # name of a part that says so, which no keyword is
 
 
 class Stateful(Protocol):
@@ -55,18 +58,26 @@ def save(
     others: by name; pass scaling=fe.scaling_state(model), without which predicted scales begin anew.  The first rank's
     state is written, because ranks agree on it: amaxes of activations are joined before (where `fsdp` or `reduce_amax`
     has named a group).  Whenever a save is killed, a checkpoint that was there, or the new one, is whole and loads.
-    Raises StateError on every rank, with the checkpoint that was there unchanged, where one rank cannot write.
+    Raises StateError on every rank, with the checkpoint that was there unchanged, where one rank cannot write, and for
+    a part whose state torch.load(weights_only=True) does not read.
     """
     from torch.distributed import checkpoint
 
     join_now(model)
     parts: dict[str, Any] = _tensors(model, optimizer)
-    for name, other in others.items():
-        written = packed(other.state_dict())
-        if ranks.first():  # torch writes any one rank's of those that have the name
-            parts[name] = written
+    if optimizer is not None and not optimizer.state and ranks.first():
+        parts[NEW] = b""
     into: list[Any] = [None]
     failed = f"{os.fspath(path)} was not saved, and what was there is unchanged"
+
+    def pack() -> None:
+        for name, other in others.items():
+            state = other.state_dict()
+            if ranks.first():  # torch writes any one rank's of those that have the name
+                parts[name] = packed(state)
+                _unpacked(name, parts[name])
+
+    _on_all(pack, failed, "a part's state_dict holds tensors, numbers, text, lists and dicts alone")
 
     def begin() -> None:
         into[0] = _begin(Path(path)) if ranks.first() else None
@@ -84,7 +95,8 @@ def load(
     """Put back what `save` wrote, on any number of ranks, into the same model, converted or not; every rank calls it.
 
     others: by the names that they were saved under.  Raises StateError on every rank, with nothing changed, for a
-    folder that holds no whole checkpoint, one of another model, or one that a rank cannot read.
+    folder that holds no whole checkpoint, one of another model, or one that a rank cannot read, and where a part
+    refuses its state on one rank: the others' parts get back what `state_dict` gave before.
     """
     from torch.distributed import checkpoint
     from torch.distributed.checkpoint.state_dict import set_state_dict
@@ -97,16 +109,43 @@ def load(
     def read() -> None:
         copies.update(_torch.tree_map(_copy, wanted))
         checkpoint.load(copies, checkpoint_id=_whole(Path(path)))
-        states.update({name: torch.load(io.BytesIO(copies[name]), weights_only=True) for name in others})
+        states.update({name: _unpacked(name, copies[name]) for name in others})
 
     remedy = "nothing was loaded: name a folder all ranks see, saved from this model (8-bit states: on as many ranks)"
     # A rank that cannot read would not come to the collectives of the others: they learn of it before.
-    _on_all(lambda: _check(Path(path), wanted), failed, remedy)
+    _, is_new = _on_all(lambda: _check(Path(path), wanted), failed, remedy)
     _on_all(read, failed, remedy)
-    for name, other in others.items():
-        other.load_state_dict(states[name])  # first: it checks before it changes anything
+    wanted.clear()  # tensors that torch has made for an optimizer without state
+    _put_all(model, others, states, f"{os.fspath(path)} was not loaded")  # first: a part may refuse its state
     optimizers = () if optimizer is None else optimizer
     set_state_dict(model, optimizers, model_state_dict=copies["model"], optim_state_dict=copies.get("optimizer", {}))
+    if optimizer is not None and is_new:
+        optimizer.state.clear()
+
+
+def _put_all(model: nn.Module, others: Mapping[str, Stateful], states: dict[str, Any], failed: str) -> None:
+    """Give each part its state on every rank, or leave all as they were.  Raises StateError where one refuses."""
+    marks = [(state, state.saved_1.clone()) for state in states_of(model)]  # which reading and loading a state sets
+    kept: dict[str, Any] = {}
+
+    def put() -> None:
+        kept.update({name: copy.deepcopy(other.state_dict()) for name, other in others.items()})
+        for name, other in others.items():
+            try:
+                other.load_state_dict(states[name])
+            except Exception as error:
+                raise StateError(f"part {name!r}: {type(error).__name__}: {error}") from error
+
+    try:
+        _on_all(put, failed, "all parts are as they were: give parts that take what was saved")
+    except StateError:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of amaxes of this rank, which are its own
+            for name, before in kept.items():
+                others[name].load_state_dict(before)
+        for state, mark in marks:
+            state.saved_1.copy_(mark)
+        raise
 
 
 def packed(state: Any) -> bytes:
@@ -114,6 +153,14 @@ def packed(state: Any) -> bytes:
     written = io.BytesIO()
     torch.save(state, written)
     return written.getvalue()
+
+
+def _unpacked(name: str, state: bytes) -> Any:
+    """The state that `packed` has made bytes of.  Raises StateError where it holds what could run code."""
+    try:
+        return torch.load(io.BytesIO(state), weights_only=True)
+    except pickle.UnpicklingError as error:
+        raise StateError(f"torch.load(weights_only=True) does not read the state of part {name!r}") from error
 
 
 def has_checkpoint(path: str | os.PathLike) -> bool:
@@ -202,9 +249,16 @@ def _metadata(folder: Path) -> Any:
 
 
 def _tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
+    """The parts that hold tensors.  torch steps an optimizer that has no state yet, to find its names: that is undone.
+
+    AdamW would count one step more than it has made.
+    """
     from torch.distributed.checkpoint.state_dict import get_state_dict
 
+    is_new = optimizer is not None and not optimizer.state
     of_model, of_optimizer = get_state_dict(model, () if optimizer is None else optimizer)
+    if optimizer is not None and is_new:
+        optimizer.state.clear()
     return {"model": of_model} | ({} if optimizer is None else {"optimizer": of_optimizer})
 
 
@@ -215,8 +269,11 @@ def _copy(x: Any) -> Any:
     return x.detach().clone() if isinstance(x, torch.Tensor) else x
 
 
-def _check(path: Path, wanted: dict[str, Any]) -> object:
-    """What names the save that this rank finds there.  Raises StateError where there is none, or of other tensors."""
+def _check(path: Path, wanted: dict[str, Any]) -> tuple[object, bool]:
+    """What names the save that this rank finds there, and whether its optimizer had no state.
+
+    Raises StateError where there is none, or of other tensors.
+    """
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
     metadata = _metadata(_whole(path) or path)
@@ -230,7 +287,7 @@ def _check(path: Path, wanted: dict[str, Any]) -> object:
     unknown = sorted(name for name in sizes if name.startswith("model.") and name not in dict(_flat(wanted)))
     if unknown:
         raise StateError(f"it has {len(unknown)} tensors that the model has not, {unknown[0]} the first")
-    return metadata.storage_meta and metadata.storage_meta.save_id
+    return metadata.storage_meta and metadata.storage_meta.save_id, NEW in there
 
 
 def _flat(parts: Mapping[str, Any]):

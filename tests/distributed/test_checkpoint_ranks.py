@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -72,6 +73,77 @@ def every_rank_is_told_at_once_what_one_of_them_cannot_do(rank: int, folder: str
     load(a, **into)
     assert float(into["model"].weight.detach().mean()) == 1.0
     assert into["number"].value == 1, "the first rank's number, on every rank"
+
+
+def a_save_or_a_failed_load_before_the_first_step_changes_no_run(rank: int, folder: str) -> None:
+    """And what such a save has written goes on as the run that it was of.  Gradients are of ranks that are alike."""
+
+    def of(which: str) -> Any:
+        into = parts(1)
+        if which == "AdamW":
+            return into | {"optimizer": torch.optim.AdamW(into["model"].parameters(), 0.1)}
+        return into | {"optimizer": torch.optim.SGD(into["model"].parameters(), 0.1, momentum=0.9, dampening=0.5)}
+
+    def steps(parts: Any) -> list[torch.Tensor]:
+        for i in range(3):
+            parts["model"](torch.full((2, 3), 1.0 + i)).square().mean().backward()
+            parts["optimizer"].step()
+            parts["optimizer"].zero_grad()
+        return [p.detach() for p in parts["model"].parameters()]
+
+    for which in ("AdamW", "SGD"):
+        path, saved, failed, resumed, back = f"{folder}/new {which}", *(of(which) for _ in range(4))
+        fe.distributed.save(path, **saved)
+        with pytest.raises(fe.errors.StateError, match="no whole checkpoint"):
+            fe.distributed.load(f"{folder}/none", **failed)
+        steps(back)
+        for each in (resumed, back):
+            fe.distributed.load(path, **each)
+        wanted = steps(of(which))
+        assert all(
+            torch.equal(a, b)
+            for each in (saved, failed, resumed, back)
+            for a, b in zip(wanted, steps(each), strict=True)
+        )
+
+
+class Refuses(Number):
+    """A part that the second rank cannot load, though it has begun to."""
+
+    def load_state_dict(self, state_dict: dict) -> None:
+        before, self.value = self.value, state_dict["value"]
+        if dist.get_rank() == 1 and before == 5:
+            raise ValueError("not that one")
+
+
+def a_part_that_one_rank_refuses_leaves_all_parts_as_they_were(rank: int, folder: str) -> None:
+    path, seed = f"{folder}/refused", 10 + 100 * rank
+    fe.distributed.save(path, trained("delayed", 10), **saved_parts(1))
+    model, other = (trained("delayed", seed) for _ in range(2))
+    into, before = saved_parts(5), model[0].weight.detach().clone()
+    told = refusal(lambda: fe.distributed.load(path, model, **into, scaling=fe.scaling_state(model)))
+    assert says(told, "StateError: .*has no scaling"), told
+    told = refusal(lambda: fe.distributed.load(path, model, **into))
+    assert says(told, r"StateError: .*was not loaded \(on ranks \[1\]\): StateError: part 'b': ValueError: not"), told
+    assert (into["a"].value, into["b"].value, torch.equal(before, model[0].weight)) == (5, 5, True)
+    path += " with scales"
+    fe.distributed.save(path, other, **saved_parts(1), scaling=fe.scaling_state(other))
+    told = refusal(lambda: fe.distributed.load(path, model, scaling=fe.scaling_state(model), **into))
+    assert says(told, "StateError: .*part 'b'"), told
+    # Ranks have amaxes of their own, of which the next step takes the largest: so does that of a run without a load.
+    never = trained("delayed", seed)
+    assert all(torch.equal(train(never, seed + step), train(model, seed + step)) for step in (5, 6))
+
+
+def saved_parts(value: int) -> dict[str, Number]:
+    return {"a": Number(value), "b": Refuses(value)}
+
+
+def a_part_that_a_load_could_not_read_is_not_saved(rank: int, folder: str) -> None:
+    bad: Any = Number(np.zeros(2))  # type: ignore[arg-type]
+    told = refusal(lambda: fe.distributed.save(f"{folder}/bad", nn.Linear(3, 2), good=Number(1), bad=bad))
+    assert says(told, r"StateError: .*was not saved.*does not read the state of part 'bad'; .*tensors, numbers"), told
+    assert not fe.distributed.has_checkpoint(f"{folder}/bad")
 
 
 def trained(recipe: str, seed: int, resumed: bool = False) -> Any:
@@ -144,6 +216,9 @@ def the_first_rank_alone_says_that_fp8_is_emulated(rank: int, folder: str) -> No
 PARTS = named(
     the_first_rank_alone_says_that_fp8_is_emulated,  # first: it is said once a process
     every_rank_is_told_at_once_what_one_of_them_cannot_do,
+    a_save_or_a_failed_load_before_the_first_step_changes_no_run,
+    a_part_that_one_rank_refuses_leaves_all_parts_as_they_were,
+    a_part_that_a_load_could_not_read_is_not_saved,
     a_state_that_torch_keeps_of_one_of_several_ranks_is_bitwise_or_says_why_not,
     a_raw_load_under_auto_is_an_error_on_every_rank_and_load_is_bitwise,
 )
