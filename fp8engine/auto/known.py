@@ -224,7 +224,7 @@ class Known:
     def _tables(self, found: Mapping, decided: Mapping, samples: StepSamples | None) -> dict[str, torch.Tensor]:
         """The tables of a state; `samples`, of a step whose backward is to come, take theirs.
 
-        Raises ValueError for what is no table, or too small: results have rows and columns behind those of operands.
+        Raises StateError for what is no table, or too small: results have rows and columns behind those of operands.
         """
         count = len(self.state.layers)
         columns = len(ROLES) * count
@@ -250,7 +250,7 @@ class Known:
             if table.shape == (0,) and (samples is not None or key not in needed):
                 continue
             if table.dim() != len(least) or any(has < wants for has, wants in zip(table.shape, least, strict=True)):
-                raise ValueError(f"{key} has the shape {list(table.shape)}, and not {list(least)} or more")
+                raise StateError(f"{key} has the shape {list(table.shape)}, and not {list(least)} or more")
         if samples is not None:
             for mine, key in ((samples.slots_SL, "slots"), (samples.flat, "parts"), (samples.loss_1, "loss")):
                 mine.copy_(tables[key].view(mine.shape))

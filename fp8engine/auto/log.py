@@ -65,7 +65,7 @@ class Change:
     def from_dict(found: Mapping) -> Change:
         """The inverse of `to_dict`."""
         if (step := operator.index(found["step"])) < 0:
-            raise ValueError(f"a change at step {step}: steps are counted from 0")
+            raise StateError(f"a change at step {step}: steps are counted from 0")
         recipe = Recipe.from_json(json.dumps(found["recipe"]))
         slots = tuple(SlotChange(**slot) for slot in found["slots"])
         return Change(**{**found, "step": step, "recipe": recipe, "slots": slots})  # TypeError for a key that is none
