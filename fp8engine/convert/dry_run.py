@@ -2,6 +2,7 @@
 
     multiplies by a weight and never calls the layer    torch's nn.MultiheadAttention, Mamba's mixer
     casts to the dtype of a weight                      T5's MLP: with FP8 codes there, its cast would be to FP8
+    has it as its own, and is saved with it             PatchTSMixer, whose first parameter is a linear layer's
 
 A dry run has shapes and no numbers, so it costs a millisecond however large the layers are.  Code that takes more than
 one tensor, or looks at its data, tells nothing: the first forward will (bypassed.py).  For a weight's dtype no forward
@@ -44,12 +45,30 @@ def uncalled(model: nn.Module) -> dict[int, str]:
 
 
 def asked_for_dtype(model: nn.Module) -> dict[int, str]:
-    """ids of layers for whose weight's dtype their parent's code asks -> why their weight cannot become FP8 codes."""
+    """ids of layers for whose weight's dtype other code asks -> why their weight cannot become FP8 codes."""
     why = "casts to the dtype of its weight, which codes would make FP8"  # or multiplies by it, in another mode
     uses = list(_uses(model))
     ran = {id(layer) for _, layer, _, _ in uses}
     found = {id(layer): f"{kind} {why}" for kind, layer, called, asks in uses if called and asks}
-    return {id(layer): f"{kind} {why}" for kind, layer in _asked_in_code(model) if id(layer) not in ran} | found
+    found |= {id(layer): f"{kind} {why}" for kind, layer in _asked_in_code(model) if id(layer) not in ran}
+    why = "has the dtype of its weight, and save_pretrained writes that into config.json"
+    firsts = ((part, _first(part)) for part in _saved(model))
+    return {id(adapted(first)): f"{type(part).__name__} {why}" for part, first in firsts if is_linear(first)} | found
+
+
+def _first(module: nn.Module) -> nn.Module:
+    """The part that owns the first floating-point parameter, whose dtype is that of one of transformers' models."""
+    owners = (each for each in module.modules() if any(p.is_floating_point() for p in each.parameters(False)))
+    return next(owners, module)
+
+
+def _saved(model: nn.Module) -> Iterator[nn.Module]:
+    """The modules that have a `dtype` and are saved with it, and none inside another one."""
+    inside = set()
+    for module in model.modules():
+        if id(module) not in inside and hasattr(type(module), "save_pretrained") and hasattr(type(module), "dtype"):
+            inside |= {id(part) for part in module.modules()}
+            yield module
 
 
 def _asked_in_code(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -66,8 +85,7 @@ def _asked_in_code(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         for path in paths[kind]:
             with contextlib.suppress(AttributeError):  # an attribute of something else
                 part = module.get_submodule(path.removesuffix(".weight"))
-                owners = (each for each in part.modules() if any(p.is_floating_point() for p in each.parameters(False)))
-                layer = next(owners, part)
+                layer = _first(part)
                 if (path.endswith(".weight") or hasattr(type(part), "dtype")) and is_linear(layer):
                     yield kind.__name__, adapted(layer)
 

@@ -10,9 +10,10 @@ import torch
 import transformers
 from exports import answers_alike, bits, quantization, served
 from safetensors.torch import load_file, save_file
+from torch import nn
 
 import fp8engine as fe
-from fp8engine.errors import BackendError, ConversionError, StateError, UnknownName
+from fp8engine.errors import BackendError, ConversionError, FrozenWarning, StateError, UnknownName
 from fp8engine.export.hf import Fp8EngineConfig, load
 from fp8engine.numerics.recipe import resolve
 
@@ -78,6 +79,35 @@ def test_families(saved, ids, family):
     left = {row["name"]: row["reason"] for row in fe.inspect(back).layers if row["recipe"] == "none"}
     assert left
     assert all("not converted" not in reason for reason in left.values())
+
+
+@pytest.mark.parametrize("made", ["export", "Fp8EngineConfig", "frozen"])
+def test_a_model_whose_first_parameter_is_a_linear_layers_has_its_dtype_and_is_saved_with_it(made: str, tmp_path: Path):
+    """A model's `dtype` is that of its first parameter: of codes it would be FP8, in config.json too."""
+    torch.manual_seed(0)
+    size = {"context_length": 32, "patch_length": 8, "patch_stride": 8, "num_input_channels": 2, "d_model": 32}
+    kind, series = transformers.PatchTSMixerForPrediction, torch.randn(2, 32, 2)
+    model: Any = kind(transformers.PatchTSMixerConfig(**size, num_layers=2, prediction_length=8)).eval()
+    model.save_pretrained(tmp_path / "plain")
+    frozen = "1 frozen layers keep .*patcher.*PatchTSMixerForPrediction has the dtype"
+    if made == "export":
+        fe.hf.export(model, tmp_path / "codes", "rowwise")
+        model = load(tmp_path / "codes")
+    elif made == "Fp8EngineConfig":
+        model = kind.from_pretrained(tmp_path / "plain", quantization_config=Fp8EngineConfig("rowwise"))
+    else:
+        with pytest.warns(FrozenWarning, match=frozen):
+            fe.convert(model.requires_grad_(False), "rowwise", frozen="fp8")
+    assert model.dtype == torch.float32
+    assert len(served(model)) == sum(isinstance(module, nn.Linear) for module in model.modules()) - 2, "it and the head"
+    model.save_pretrained(tmp_path / "again")
+    for back in (kind.from_pretrained(tmp_path / "again"), load(tmp_path / "again")):
+        assert back.dtype == back.config.dtype == torch.float32
+        held = back.state_dict()
+        assert held.keys() == model.state_dict().keys()
+        assert all(torch.equal(held[key].float(), tensor.float()) for key, tensor in model.state_dict().items())
+        # Of a frozen model the first layer multiplies in FP8, and its own weight is saved.
+        assert made == "frozen" or torch.equal(back(series).prediction_outputs, model(series).prediction_outputs)
 
 
 def test_what_is_left_and_why(saved):
