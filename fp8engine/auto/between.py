@@ -5,6 +5,7 @@ gradient parts in two formats, and a gathered weight two formats in one step.  A
 
     the version counters of the trained parameters, which it moves
     gradients that came and are gone                                   an optimizer that writes through `.data`
+    the hook of torch's optimizers                                     foreach and fused ones move no DTensor's counter
     fe.weights_changed(model)                                          code of the user's own
 
 Where none of them tells, a decision waits for PATIENCE forwards, and is then adopted after a backward; so is, at once,
@@ -13,12 +14,19 @@ that of layers without a root that is called.  Where fe.distributed.fsdp gathers
 
 from __future__ import annotations
 
-from torch import nn
+import functools
+import weakref
 
+import torch
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from fp8engine._torch import outside_of_graphs
 from fp8engine.scaling.table import ScalingState
 
 PATIENCE = 1024  # forwards
 SAME = -1  # in place of the counters of a state that was saved before the optimizer had stepped
+WAITING: weakref.WeakSet[ScalingState] = weakref.WeakSet()  # whose next optimizer step is counted: it has DTensors
 
 
 class Between:
@@ -48,6 +56,9 @@ class Between:
     def note(self, state: ScalingState, undecided: bool) -> None:
         """A training forward begins.  undecided: whether anything waits to be decided; else no counter is read."""
         self.seen = _counters(state) if undecided else None
+        if undecided and any(type(p) is not nn.Parameter for p in _trained(state)):
+            WAITING.add(state)
+            _count_steps()
 
     def kept(self, state: ScalingState) -> list[int]:
         """As `load` takes it."""
@@ -69,3 +80,17 @@ def _trained(state: ScalingState) -> list[nn.Parameter]:
 
 def _counters(state: ScalingState) -> int:
     return state.optimizer_steps + sum(p._version for p in _trained(state))
+
+
+@functools.cache
+def _count_steps() -> None:
+    register_optimizer_step_post_hook(_stepped)
+
+
+@outside_of_graphs
+def _stepped(optimizer: torch.optim.Optimizer, *_: object) -> None:
+    stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    for state in list(WAITING):
+        if any(id(p) in stepped for p in _trained(state)):
+            state.optimizer_steps += 1
+            WAITING.discard(state)

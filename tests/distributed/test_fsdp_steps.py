@@ -93,6 +93,33 @@ def a_loop_of_ones_own_says_when_a_step_has_ended(rank: int) -> None:
         assert vars(model)[fsdp.GATHER].scales.joins == 70
 
 
+def steps_of_any_optimizer_are_seen_under_torchs_own_sharding(rank: int) -> None:
+    """foreach and fused ones move no version counter of a DTensor.  Microbatches that do not reduce leave no gradient
+    on it, and adopt nothing.
+    """
+    logs = []
+    for options in ({"foreach": False}, {"foreach": True}, {"fused": True}):
+        model = made(fe.auto(interval=2))
+        for block in model.blocks:
+            fully_shard(block)
+        fully_shard(model)
+        fe.distributed.reduce_amax(model)
+        optimizer: Any = torch.optim.AdamW(model.parameters(), 1e-3, **options)
+        for step in range(6):
+            before = []
+            for i in range(2):
+                model.set_requires_gradient_sync(i == 1)
+                loss = model(batch(rank, 2 * step + i)).square().mean()
+                before.append(changes(model))
+                loss.backward()
+            assert before[0] == before[1]
+            optimizer.step()
+            optimizer.zero_grad()
+        logs.append([(change.step, change.layer, change.recipe) for change in controllers_of(model)[0].log])
+    assert logs[0]
+    assert logs == logs[:1] * 3
+
+
 def weights_that_others_have_written_are_measured_again(rank: int) -> None:
     """Inside a step, by other code than the optimizer: no old scale."""
     for what in ("in place", "loaded", "in an evaluation"):
@@ -197,6 +224,7 @@ PARTS = named(
     an_overflow_of_another_rank_is_told_as_one,
     blocks_unsharded_before_the_roots_forward,
     a_loop_of_ones_own_says_when_a_step_has_ended,
+    steps_of_any_optimizer_are_seen_under_torchs_own_sharding,
     weights_that_others_have_written_are_measured_again,
     statistics_are_those_of_the_whole_weight,
     a_number_that_is_not_finite_is_seen_by_every_rank,
