@@ -36,6 +36,7 @@ OBJECTIVES = ("accuracy", "speed")
 # SQNR in dB that auto asks of a cast, by kind of consumer.  Values within the normal range have 31.6 dB in E4M3 and
 # 25.6 dB in E5M2.  Below 22 dB the shared scale costs more than the three mantissa bits do.
 NEEDS = {"matmul": 22.0, "activation": 22.0}
+CONSUMERS = (*NEEDS, "norm", "softmax", "residual", "loss", "output", "unknown")  # kinds (report/flow/graph.py)
 MOST_DB = 31.6
 OTHER_CASTS = ("weight_for_dgrad", "input_for_wgrad", "grad_output_for_wgrad")
 
@@ -122,12 +123,8 @@ class Recipe:
                     f"{other}={second} beside {role}={first}: a scale is predicted for an operand's first cast alone; "
                     f"give {other} scaling='current', or make the two casts equal"
                 )
-        if self.stored is not None and not (
-            isinstance(self.stored, Cast)
-            and self.stored.delayed
-            and self.input.is_fp8
-            and 0 <= self.stored_margin <= 32
-        ):
+        predicted = isinstance(self.stored, Cast) and self.stored.delayed and 0 <= self.stored_margin <= 32
+        if self.stored is not None and not (predicted and self.input.is_fp8):
             raise InvalidRecipe(
                 f"stored={self.stored!r}: a result is in FP8 before its amax is known, so want a delayed fe.Cast, "
                 "stored_margin 0 to 32, and an FP8 forward"
@@ -241,6 +238,8 @@ class Auto(Recipe):
         super().__post_init__()
         object.__setattr__(self, "min_sqnr_db", tuple((str(kind), float(need)) for kind, need in self.min_sqnr_db))
         for kind, need in self.min_sqnr_db:
+            if kind not in CONSUMERS:
+                raise UnknownName("kind of consumer in min_sqnr_db", kind, CONSUMERS)
             if not 0 <= need <= MOST_DB:
                 raise InvalidRecipe(
                     f"auto(min_sqnr_db={need:g}) for {kind}: between 0 and {MOST_DB:g} dB, the error of the best FP8 "
@@ -254,6 +253,8 @@ class Auto(Recipe):
             raise InvalidRecipe(f"auto(freeze_after={self.freeze_after!r}): a training step, or None for never")
         if self.objective not in OBJECTIVES:
             raise UnknownName("objective", self.objective, OBJECTIVES)
+        if not isinstance(self.plan, str | None):
+            raise InvalidRecipe(f"auto(plan={self.plan!r}): the path of a file of decisions, or None")
 
 
 # A row is a recipe: the casts of input, weight and grad_output; then those of weight_for_dgrad, input_for_wgrad and
@@ -277,9 +278,8 @@ def _row(line: str) -> Recipe:
         zip((*ROLES, *OTHER_CASTS), (None if text == "=" else Cast.parse(text) for text in casts), strict=True)
     )
     matmuls = () if fast == "-" else tuple(fast.split())
-    return Recipe(
-        name=name, fast_accumulation=matmuls, output=BF16 if made["input"].is_fp8 else made["input"].format, **made
-    )
+    output = BF16 if made["input"].is_fp8 else made["input"].format
+    return Recipe(name=name, fast_accumulation=matmuls, output=output, **made)
 
 
 ROWS = {recipe.name: recipe for recipe in map(_row, TABLE.strip().splitlines())}
@@ -380,7 +380,7 @@ def auto(
         interval=interval,
         freeze_after=freeze_after,
         objective=objective,
-        plan=None if plan is None else os.fspath(plan),
+        plan=os.fspath(plan) if isinstance(plan, os.PathLike) else plan,
     )
 
 

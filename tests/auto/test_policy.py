@@ -7,12 +7,13 @@ amax, half of the smallest subnormal at 2^-18.8 of it, below which all is flushe
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import numpy
 import pytest
 from planted import channels, deaf, looks, rows
 
-from fp8engine.auto import policy
+from fp8engine.auto import outputs, policy
 from fp8engine.auto.policy import (
     CHANGES,
     HARMLESS,
@@ -27,7 +28,7 @@ from fp8engine.auto.policy import (
 )
 from fp8engine.errors import InvalidRecipe, UnknownName
 from fp8engine.numerics.formats import E4M3, E5M2
-from fp8engine.numerics.recipe import MATMULS, ROLES, auto
+from fp8engine.numerics.recipe import CONSUMERS, MATMULS, ROLES, auto
 from fp8engine.scaling.choice import FINAL, GRANULARITIES, OPERANDS, Casts, Choice, begin, in_16_bits, label, recipe_of
 from fp8engine.scaling.reads import COST, FADES_DB, OPTIONS, READS, SHAPE, Reads
 
@@ -305,6 +306,13 @@ def test_needs_that_fp8_never_meets_are_refused_and_those_it_hardly_meets_lead_t
         auto(min_sqnr_db=math.nan)
     with pytest.raises(UnknownName, match="accuracy"):
         auto(objective="precision")
+    with pytest.raises(UnknownName, match=r"'matmull'; did you mean 'matmul'.*known: matmul, activation, norm"):
+        auto(min_sqnr_db={"matmull": 30})
+    assert {*CONSUMERS} == {"matmul", "activation", *outputs.REASONS}
+    for plan in (3, True, b"plan.json"):
+        with pytest.raises(InvalidRecipe, match="the path of a file of decisions, or None"):
+            auto(plan=plan)  # pyright: ignore[reportArgumentType]
+    assert auto(plan=Path("a/plan.json")).plan == auto(plan="a/plan.json").plan == str(Path("a/plan.json"))
     strict = auto(min_sqnr_db=31.6)
     found = decide({0: GOOD}, needs_of(strict), begin([0], strict))
     assert found.matmuls == {}
