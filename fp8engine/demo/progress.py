@@ -135,7 +135,8 @@ def layers(report: Report, most: int) -> Table | None:
             seen = {role: newest.get(slot) for role, slot in slots.items()}
             casts = [layer[role]["cast"] if one is None else one.cast for role, one in seen.items()]
             sqnr = " ".join("  – " if one is None else f"{one.sqnr_db:4.1f}" for one in seen.values())
-            amax = " ".join(f"{layer[role]['amax']:.1e}" if "amax" in layer[role] else "–" for role in ROLES)
+            amaxes = [layer[role].get("amax") for role in ROLES]
+            amax = " ".join("–" if each is None else f"{each:.1e}" for each in amaxes)
             least = min((one.sqnr_db for one in seen.values() if one is not None), default=math.inf)
             warnings = Text(str(sum(warned[slot] for slot in slots.values()) or ""), "bold red")
             rows.append((least, [Text(layer["name"]), *map(_cast, casts), amax, sqnr, warnings]))

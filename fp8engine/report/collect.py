@@ -31,6 +31,7 @@ from fp8engine.scaling.slot_view import numbers_of
 from fp8engine.scaling.table import OUTPUT, ROLES, ScalingState
 
 NOT_SAMPLED = "auto has seen no training step (inference, or one graph of the model): formats are those it begins with"
+FROM_FORWARD = "auto has seen no training step: formats are those that it has decided on without one"
 NEVER_RAN = "never ran: its forward was not called (its weight may be read directly)"
 DECIDED = "16 bits, as auto has decided: its decisions say why"
 BYPASSED = "never ran: its weight is read directly, its forward was not called"
@@ -197,13 +198,13 @@ def _output(numerics: Numerics, dtype: torch.dtype, table: dict[tuple[int, str],
 
 
 def _not_sampled(numerics: Numerics, ran: bool) -> str:
-    """That `auto` has decided nothing, where a layer ran and no training step in eager code has begun."""
+    """What `auto` has decided on, where a layer ran before any training step in eager code: a forward, or nothing."""
     controller = numerics.state.controller
     if not ran or controller is None or controller.step > 0:
         return ""
     # Step 0 may have begun in a forward without gradients: of an evaluation, unless a backward pass came.
     begun = controller.step == 0 and (numerics.state.backward_seen or not controller.tentative)
-    return "" if begun else NOT_SAMPLED
+    return "" if begun else FROM_FORWARD if controller.choices or controller.log else NOT_SAMPLED
 
 
 def _why(numerics: Numerics, ran: bool, backend: str) -> str:
@@ -229,7 +230,7 @@ def _slots(state: ScalingState) -> dict[tuple[int, str], dict]:
     if outputs := len(state.outputs):  # under the scale that results were stored with, not the one predicted next
         stored_O = state.outputs.scale_O.cpu()
         s_S[-outputs:] = torch.where(stored_O > 0, 1.0 / stored_O, 0.0)
-    scale, amax = torch.where(s_S > 0, 1.0 / s_S, 1.0).tolist(), state.live_2S[0].tolist()
+    scale, amax = (1.0 / s_S).tolist(), state.live_2S[0].tolist()
     before, numerator = state.history_HS[:1].flatten().tolist(), state.rules_3S[0].tolist()
     counts, found = state.counts_CS.t().tolist(), {}
     for layer, (_, recipe) in enumerate(state.layers):
@@ -237,8 +238,9 @@ def _slots(state: ScalingState) -> dict[tuple[int, str], dict]:
             i, cast, margin = state.column(layer, role), state.cast(layer, role), recipe.margin
             if role == OUTPUT:
                 margin = round(math.log2(cast.format.max / numerator[i])) if recipe.stored else 0
-            latest = amax[i] if amax[i] >= 0 else before[i] if recipe.delayed else 0.0
-            found[layer, role] = numbers_of(cast, scale[i], latest, dict(zip(COUNTERS, counts[i], strict=True)), margin)
+            latest = amax[i] if amax[i] >= 0 else (before[i] or None) if recipe.delayed else None
+            last = scale[i] if math.isfinite(scale[i]) else None  # without gradients nothing is recorded
+            found[layer, role] = numbers_of(cast, last, latest, dict(zip(COUNTERS, counts[i], strict=True)), margin)
     return found
 
 

@@ -48,11 +48,17 @@ class EventWriter:
         except OSError as error:
             raise ReportError(f"cannot write in {os.fspath(logdir)}: {error.strerror or error}") from error
         self.seen: dict[str, int] = {}  # slot -> step of the last sample written
-        self.decided = self.warned = 0  # decisions and alarms written
+        self.first: dict[str, Sample] = {}  # slot -> the first of its samples then, without its rms
+        self.told: set[tuple] = set()  # decisions and alarms written, with their tags
 
     def write_report(self, report: Facts, step: int = 0) -> None:
         """Add what is new in a report; `step` is where numbers without a step of their own go."""
         for slot, samples in report.auto.samples.items():
+            first = samples[0]._replace(rms=0.0)  # a thinned one's is rounded again
+            before = self.first.setdefault(slot, first)
+            if first.step <= before.step and repr(first) != repr(before):  # a training that forgets its evaluations
+                del self.seen[slot]
+            self.first[slot] = first
             for sample in samples.since(self.seen.get(slot, -1)):
                 self._sample(slot, sample)
             spread = report.auto.spreads.get(slot)
@@ -119,11 +125,13 @@ class EventWriter:
     def _texts(self, report: Facts) -> None:
         """Each decision and alarm as a line of code, so that no name is taken for Markdown."""
         lines: dict[tuple[str, int], list[str]] = defaultdict(list)
-        for each in report.decisions[self.decided :]:
+        for each in report.decisions:
             change = f"{each['slot']} {each['before']} -> {each['after']}: {each['why']}"
             lines["decisions", each["step"]].append(change)
-        for each in report.alarms[self.warned :]:
+        for each in report.alarms:
             lines["alarms", each["step"]].append(str(Alarm(**each)))
-        self.decided, self.warned = len(report.decisions), len(report.alarms)
         for (tag, step), texts in lines.items():
-            self.events.add_text(tag, "".join(f"    {text}\n" for text in texts), step)
+            new = [text for text in texts if (tag, step, text) not in self.told]
+            self.told |= {(tag, step, text) for text in new}
+            if new:
+                self.events.add_text(tag, "".join(f"    {text}\n" for text in new), step)

@@ -35,14 +35,14 @@ class Slot(Counted):
     """An operand or a result of a layer; of what is never cast to FP8 only cast and format are there.
 
     cast: as "E4M3 per row", or "none"; format: "E4M3", "BF16", or "none".  scale: the dequantisation factor of the
-    latest cast; amax: of the latest step, of a weight whose FP8 copy was read again that of its values.
-    margin: powers of two.
+    latest cast; amax: of the latest step, of a weight whose FP8 copy was read again that of its values; both None where
+    none was recorded, as without gradients.  margin: powers of two.
     """
 
     cast: str
     format: str
-    scale: float
-    amax: float
+    scale: float | None
+    amax: float | None
     calls: int
     margin: int
     cost_millinats: float | None

@@ -44,7 +44,7 @@ class SlotView:
         return numbers_of(self.cast, float(self.scale), float(self.amax), counted, self.margin)
 
 
-def numbers_of(cast: Cast, scale: float, amax: float, counted: Mapping[str, int], margin: int) -> dict:
+def numbers_of(cast: Cast, scale: float | None, amax: float | None, counted: Mapping[str, int], margin: int) -> dict:
     """A slot in types that JSON knows; shares of the elements that were sampled."""
     elements, sampled = max(counted["elements"], 1), max(counted["sampled"], 1)
     return {

@@ -233,6 +233,12 @@ def test_the_report_says_that_nothing_was_looked_at_until_a_step_was():
     assert all(
         "auto has seen no training step" in layer["reason"] for layer in fe.inspect(model).layers if layer["rows"]
     )
+    begun, decided = "formats are those it begins with", "formats are those that it has decided on without one"
+    assert any(begun in layer["reason"] for layer in fe.inspect(model).layers)
+    with torch.no_grad():
+        model(batch(0))  # decides on what the first has shown
+    reasons = [layer["reason"] for layer in fe.inspect(model).layers if layer["rows"]]
+    assert all(f"auto has seen no training step: {decided}" in reason for reason in reasons)
     train(model, 1)
     assert not any("auto has seen" in layer["reason"] for layer in fe.inspect(model).layers)
 

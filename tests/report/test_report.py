@@ -223,6 +223,25 @@ def test_planted_losses_are_counted():
     assert [cell.strip() for cell in row[7:9]] == ["0 / 0 / -", "7.81% / 0 / -"], "no backward came"
 
 
+@pytest.mark.parametrize("recipe", ["current", "delayed", "rowwise"])
+def test_a_model_that_only_answers_has_counters_and_no_amax_or_scale(recipe: str, tmp_path: Path):
+    layer = fe.Linear(16, 4, recipe=recipe)
+    with torch.no_grad():
+        layer(torch.ones(4, 16))
+    report = fe.inspect(layer)
+    slot = report.layers[0]["input"]
+    assert (slot["amax"], slot["scale"], slot["calls"], slot["elements"]) == (None, None, 1, 64)
+    report.to_csv(tmp_path / "report.csv")
+    (row,) = csv.DictReader((tmp_path / "report.csv").read_text().splitlines())
+    assert (row["input.amax"], row["input.scale"], row["input.nonfinite"]) == ("", "", "0")
+    json.dumps(report.to_dict(), allow_nan=False)
+    report.to_html(tmp_path / "report.html")
+    layer(torch.full((4, 16), 448.0)).sum().backward()
+    slot = fe.inspect(layer).layers[0]["input"]
+    scale = None if recipe == "delayed" else 1.0  # None is predicted yet; per row: the largest of the rows'
+    assert (slot["amax"], slot["scale"]) == (448.0, scale)
+
+
 def test_planted_saturation_is_counted_and_recast():
     """Step 1 predicts s = 448 for step 2, under which the 3 elements of 4 saturate; 2^-22 of slack does not hide 1."""
     layer = fe.Linear(16, 4, recipe=fe.delayed(history=2))

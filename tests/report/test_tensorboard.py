@@ -2,11 +2,15 @@
 
 import math
 import sys
+from typing import Any
 
 import numpy
 import pytest
+import torch
 from made_reports import trained
+from support import converted
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch import nn
 
 import fp8engine as fe
 from fp8engine.auto import Alarm
@@ -68,6 +72,36 @@ def test_a_second_write_adds_only_what_is_new(tmp_path):
     lines = "".join(text for _, text in texts(found, "decisions")).splitlines()
     assert len(lines) == len(report.decisions) > 0
     assert lines[0].startswith(f"    {report.decisions[0]['slot']} E5M2/tensor -> E4M3/tensor: dgrad, the ")
+
+
+def test_a_training_that_forgets_its_evaluations_is_written_whole(tmp_path):
+    """It begins its log and its samples anew at step 0, where those of the evaluations were written before."""
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32))
+    converted(model, fe.auto(interval=2))
+    spread = torch.exp(3 * torch.randn(64, 1))
+    with Writer(tmp_path) as writer:
+        with torch.no_grad():
+            for _ in range(2):
+                model(torch.randn(64, 32) * spread)
+        writer.write(model, 0)
+        evaluated = fe.inspect(model)
+        for step in range(6):
+            model(torch.randn(64, 32) * spread).square().mean().backward()
+            model.zero_grad()
+            if step % 3 == 2:
+                writer.write(model, step)
+    report, found = fe.inspect(model), read(tmp_path)
+    assert evaluated.decisions
+    written = [line.strip() for _, text in texts(found, "decisions") for line in text.splitlines()]
+    wanted = [f"{d['slot']} {d['before']} -> {d['after']}: {d['why']}" for d in report.decisions]
+    assert set(wanted) <= set(written)
+    assert len(written) == len(set(written))
+    for slot, samples in report.auto.samples.items():
+        earlier = [sample.amax for sample in evaluated.auto.samples.get(slot, [])]
+        wanted = [(sample.step, pytest.approx(sample.amax, rel=1e-6)) for sample in samples]
+        points = series(found, f"amax/{slot}")
+        assert points in (wanted, [(0, pytest.approx(amax, rel=1e-6)) for amax in earlier] + wanted), slot
 
 
 def test_a_histogram_counts_magnitudes_by_octaves(tmp_path):
