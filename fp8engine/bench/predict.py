@@ -19,6 +19,7 @@ from torch import nn
 
 from fp8engine.bench.cases import Shape
 from fp8engine.convert.swap import plan
+from fp8engine.errors import ConversionError
 from fp8engine.numerics.cards import Card
 from fp8engine.numerics.recipe import RECIPES, resolve
 from fp8engine.ops.cost import LayerTime, Setting, layer_time
@@ -42,7 +43,7 @@ def of_shape(shape: Shape, card: Card) -> dict[str, Any]:
 def of_model(model: nn.Module, tokens: int, card: Card) -> dict[str, Any]:
     """The prediction for the linear layers of a model, which may be on the meta device.  tokens: of a step.
 
-    Raises ConversionError as `fe.convert` does.
+    Raises ConversionError as `fe.convert` does, and where there are none.
     """
     groups: dict[tuple[str, tuple[int, ...], str, bool], int] = {}
     for decision in plan(model, "current"):
@@ -58,6 +59,8 @@ def of_model(model: nn.Module, tokens: int, card: Card) -> dict[str, Any]:
             rows.append({"name": name, "count": count, "shape": list(shape), "why": reason, "recipes": {}})
         else:
             rows.append(_row(name, count, Shape(tokens, *shape), reason, card, Setting(bias)))
+    if not rows:
+        raise ConversionError(f"{type(model).__name__} has no linear layers: nothing of it is predicted")
     return _result(card, tokens, rows)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -12,9 +12,6 @@ from fp8engine.cli.options import Device, GemmShapes, LinearShapes, Predicted, R
 from fp8engine.cli.shared import Answer, app, command, console, device_named, say, table
 from fp8engine.errors import BackendError, ShapeError
 from fp8engine.numerics.cards import CARDS, card_named
-
-if TYPE_CHECKING:
-    import torch
 
 HELP = "Measure the matmuls, layers and models on this machine; predict without a card."
 bench = typer.Typer(no_args_is_help=True, help=HELP)
@@ -31,7 +28,7 @@ def gemm(shapes: GemmShapes = None, device: Device = None, out: Result = None) -
     from fp8engine.bench import cases
     from fp8engine.bench.gemm import gemm
 
-    where = _where(device)
+    where = device_named(device)
     asked = cases.parse(shapes if shapes is not None else "llm" if where.type == "cuda" else "small")
     return _answer(gemm(asked, where), out)
 
@@ -41,7 +38,7 @@ def linear_layer(shapes: LinearShapes = None, device: Device = None, out: Result
     """A Linear's forward and backward under every recipe, checked, then timed beside nn.Linear in BF16."""
     from fp8engine.bench import cases, linear
 
-    where = _where(device)
+    where = device_named(device)
     return _answer(linear.linear(cases.parse(shapes) if shapes is not None else linear.SHAPES[where.type], where), out)
 
 
@@ -50,7 +47,7 @@ def model(device: Device = None, out: Result = None) -> Answer:
     """transformers' Llama, BERT and ViT: forward and backward under every recipe, beside BF16's."""
     from fp8engine.bench import models, steps
 
-    where = _where(device)
+    where = device_named(device)
     return _answer(steps.steps(models.cases(where), where), out)
 
 
@@ -74,14 +71,6 @@ def predict(
     else:
         found = of_model(load_sizes(target), tokens, on)
     return Answer({"target": target, **found}, lambda: _tell_prediction(f"{target} on {on.title}", found))
-
-
-def _where(asked: str | None) -> torch.device:
-    """The device meant.  Raises BackendError for one that is not there, or is neither a card nor a CPU."""
-    where = device_named(asked)
-    if where.type not in ("cpu", "cuda"):
-        raise BackendError(f"no benchmark on {where.type}; use 'cuda' or 'cpu'")
-    return where
 
 
 def _answer(result: dict, out: Result) -> Answer:

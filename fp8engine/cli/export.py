@@ -60,7 +60,10 @@ def run(
     if not re.fullmatch(SIZE, max_shard_size, re.IGNORECASE):
         raise ConversionError(f"--max-shard-size {max_shard_size!r}: want a number and KB, MB, GB or TB, such as 5GB")
     choose(fe.current() if decides else resolve(recipe), layout, "dynamic")  # an error comes before gigabytes are read
-    check_target(out)
+    try:
+        check_target(out)
+    except OSError as error:  # of a name that is too long
+        raise ConversionError(f"cannot write {out}: {error.strerror}") from error
     chosen = [] if text is None else pieces(read_text(text), TEXTS)
     if (folder := folder_of(model)) is None:
         raise ConversionError(f"{model} is a function, and export reads files: give the model's folder or its hub id")

@@ -6,6 +6,7 @@ and a line on stderr says so (`HF_HOME`; `HF_HUB_OFFLINE=1` asks for the cache a
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from fp8engine.cli.shared import console
@@ -26,8 +27,8 @@ def folder_of(target: str, files: tuple[str, ...] = WHOLE) -> Path | None:
     >>> folder_of("."), folder_of("my.models:large")
     (PosixPath('.'), None)
     """
-    if (folder := Path(target)).is_dir():
-        return folder
+    if os.path.isdir(target):  # False of a name that is too long for one
+        return Path(target)
     if ":" in target:
         return None
     try:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,9 +26,10 @@ from fp8engine.report.compare import BYTES, Tokens
 BYTES_NAME = "bytes"
 
 
-def load_structure(target: str) -> nn.Module:
+def load_structure(target: str, quantised: bool = False) -> nn.Module:
     """The model that a folder or a hub's id (on the meta device: no weights are read) or module:function stands for.
 
+    quantised: of a folder of quantised weights too, as the model that they were made of.
     Raises ConversionError, saying what was wrong.
     """
     folder = folder_of(target, SIZES)
@@ -35,6 +37,8 @@ def load_structure(target: str) -> nn.Module:
         return _from_function(target)
     with _transformers_refuses(f"cannot build {folder}"):
         transformers, config, kind = _class_of(folder)
+        if not quantised:
+            _check_plain(folder, config)
         with torch.device("meta"):
             return kind._from_config(config) if kind else transformers.AutoModel.from_config(config)
 
@@ -43,9 +47,9 @@ def load_sizes(target: str) -> nn.Module:
     """As `load_structure`; also a name of LLAMAS, of which no file is needed."""
     if target not in LLAMAS:
         try:
-            return load_structure(target)
+            return load_structure(target, quantised=True)
         except ConversionError as error:
-            if Path(target).is_dir() or ":" in target:
+            if os.path.isdir(target) or ":" in target:
                 raise
             raise ConversionError(f"{error}; known without a file: {LLAMA_NAMES}") from error
     hidden, mlp, layers, heads = LLAMAS[target]

@@ -15,10 +15,12 @@ from fp8engine.cli.shared import Answer, command, console, say, table
 @command("plan")
 def run(
     target: Planned,
-    ranks: Annotated[int, typer.Option(help="Cards.", show_default=False)],
-    tokens: Annotated[int, typer.Option(help="Tokens of a step, for each card.")] = 8192,
-    sequence: Annotated[int | None, typer.Option(help="Tokens of a sequence.", show_default="all of a card's")] = None,
-    tp: Annotated[int, typer.Option(help="Cards that share each layer (tensor parallel).")] = 1,
+    ranks: Annotated[int, typer.Option(min=1, help="Cards.", show_default=False)],
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens of a step, for each card.")] = 8192,
+    sequence: Annotated[
+        int | None, typer.Option(min=1, help="Tokens of a sequence.", show_default="all of a card's")
+    ] = None,
+    tp: Annotated[int, typer.Option(min=1, help="Cards that share each layer (tensor parallel).")] = 1,
     recipe: Annotated[str, recipe_option("Of every layer that can. auto: as it begins, between samples.")] = "rowwise",
     checkpointing: Annotated[
         bool, typer.Option("--checkpointing", help="Compute each block again in backward, and keep its input alone.")

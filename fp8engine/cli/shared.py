@@ -109,7 +109,10 @@ def import_engine() -> None:
 
 
 def device_named(asked: str | None) -> torch.device:
-    """The device to run on: the one asked for, else cuda where there is one.  Raises BackendError for none of ours."""
+    """The device to run on: the one asked for, else cuda where there is one.
+
+    Raises BackendError for one that is not there, or is neither a card nor a CPU.
+    """
     import torch
 
     name = asked or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -117,7 +120,9 @@ def device_named(asked: str | None) -> torch.device:
         torch.empty(0, device=name)
     except (RuntimeError, AssertionError) as error:  # no such device; a torch without CUDA asserts
         raise BackendError(f"device {name!r} cannot be used: {str(error).splitlines()[0]}") from error
-    return torch.device(name)
+    if (where := torch.device(name)).type not in ("cpu", "cuda"):
+        raise BackendError(f"device {name!r} cannot be used: want 'cuda' or 'cpu'")
+    return where
 
 
 def console(*, stderr: bool = False) -> Console:

@@ -66,9 +66,9 @@ def test_a_line_shows_no_number_for_what_is_wrong(capsys: pytest.CaptureFixture[
         (("gemm", "--shapes", "squares"), "did you mean 'square'"),
         (("gemm", "--shapes", "8,8,8", "--device", "cuda:77"), "device 'cuda:77' cannot be used"),
         (("gemm", "--shapes", "8,8,8", "--device", "gpu"), "device 'gpu' cannot be used"),
-        (("gemm", "--shapes", "8,8,8", "--device", "meta"), "no benchmark on meta; use 'cuda' or 'cpu'"),
-        (("linear", "--device", "meta"), "no benchmark on meta"),
-        (("model", "--device", "meta"), "no benchmark on meta"),
+        (("gemm", "--shapes", "8,8,8", "--device", "meta"), "device 'meta' cannot be used: want 'cuda' or 'cpu'"),
+        (("linear", "--device", "meta"), "device 'meta' cannot be used"),
+        (("model", "--device", "meta"), "device 'meta' cannot be used"),
         (("gemm", "--shapes", "8,8,8", "--out", "/no/such/folder/x.json"), "cannot write"),
     ],
 )

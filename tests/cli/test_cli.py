@@ -122,6 +122,9 @@ def test_what_train_refuses(tmp_path: Path):
     refused("cannot write in", "train", "--out", tmp_path / "file")
     refused("No such file", "train", "--text", tmp_path / "none.txt", "--out", tmp_path)
     refused("device 'cuda:77' cannot be used", "train", "--device", "cuda:77")
+    refused(
+        "device 'meta' cannot be used: want 'cuda' or 'cpu'", "train", "--device", "meta", "--out", tmp_path / "new"
+    )
     assert os.listdir(tmp_path) == ["file"]
 
 
@@ -268,6 +271,15 @@ def test_what_inspect_refuses(script: Path):
     refused("want GLOB=RECIPE", "inspect", "models:small", "--override", "down")
 
 
+@pytest.mark.parametrize("command", ["inspect", "export"])
+def test_a_name_that_is_too_long_for_a_folder_is_none(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    long, out = "x" * 300, [tmp_path / "out"] * (command == "export")
+    refused(f"'{long}' is neither a folder that exists nor module:function", command, long, *out, alone=False)
+    if command == "export":
+        refused(f"cannot write {tmp_path / long}: File name too long", command, "models:small", tmp_path / long)
+
+
 def test_inspect_of_a_model_folder_reads_no_weights(tmp_path: Path):
     """Two layers as wide as a 70B Llama, built where nothing is allocated."""
     size = {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 2, "num_attention_heads": 64}
@@ -280,6 +292,10 @@ def test_inspect_of_a_model_folder_reads_no_weights(tmp_path: Path):
     assert counts == {"layers": 15, "converted": 14, "in_fp8": 14, "left_alone": 1}
     assert found["layers"][0]["name"] == "model.layers.0.self_attn.q_proj"
     assert found["layers"][-1]["recipe"] is None
+    config.quantization_config = {"quant_method": "fp8"}
+    config.save_pretrained(tmp_path)
+    refused("is quantised already (fp8): want the 16- or 32-bit weights", "inspect", tmp_path)
+    assert told("bench", "predict", tmp_path)["rows"]  # its sizes are the model's
     (tmp_path / "config.json").write_text("{")
     refused("transformers cannot build", "inspect", tmp_path)
 

@@ -47,6 +47,11 @@ def test_what_plan_refuses():
     refused("ranks=6 is not a multiple of tp=4", "plan", MODEL, "--ranks", 6, "--tp", 4)
     refused("did you mean 'rowwise'", "plan", MODEL, "--ranks", 4, "-r", "rowise")
     refused("llama-3-7b", "plan", "llama-3-7b", "--ranks", 4)
+    for option in ("--ranks", "--tokens", "--sequence", "--tp"):
+        for value in (0, -1):
+            result = call("plan", MODEL, "--ranks", 4, option, value)
+            assert result.exit_code == 2
+            assert option in result.output
 
 
 @pytest.mark.nightly
@@ -128,7 +133,12 @@ def test_a_llama_by_name_as_json():
 
 @pytest.mark.parametrize(
     ("arguments", "told"),
-    [("8192,4096,4096 --card h300", "h100-sxm"), ("8192,4096", "not M,N,K"), ("llama-3-7b", "llama-3-7b")],
+    [
+        ("8192,4096,4096 --card h300", "h100-sxm"),
+        ("8192,4096", "not M,N,K"),
+        ("llama-3-7b", "llama-3-7b"),
+        ("torch.nn:Identity", "Identity has no linear layers"),
+    ],
 )
 def test_what_predict_refuses(arguments: str, told: str):
     result = call("bench", "predict", *arguments.split())
