@@ -10,7 +10,8 @@ the parts of it that are recomputed, has one recipe.  Sampling changes no number
 of the run that made it, bit for bit.
 
 Without gradients, before any training, the first forward is sampled and decides the forward's casts before the second;
-a training step that comes after it begins anew.  `calibrate` decides at conversion, and its decisions stay.
+a training step that comes after it begins anew.  Of replicas one may evaluate alone: they decide nothing then.
+`calibrate` decides at conversion, and its decisions stay.
 
 A step whose backward comes only after another forward (a pipeline, a GAN) is sampled until it has come, for four
 forwards at most: of a model whose result has no gradient it never comes.  Several ranks decide on the first rank's
@@ -25,6 +26,7 @@ from dataclasses import replace
 
 import torch
 
+from fp8engine._torch import divided_parameter
 from fp8engine.auto import budget
 from fp8engine.auto.failures import some
 from fp8engine.auto.host_copy import PendingSample, several_ranks, start_copy
@@ -136,7 +138,10 @@ class Controller(Known):
         if not gradients:
             if self.state.decides_next:
                 self.state.decides_next = False
-                self._collect(backward=False, wait=True)  # no later forward looks again
+                if self._may_be_alone():
+                    self.state.sample(None)
+                else:
+                    self._collect(backward=False, wait=True)  # no later forward looks again
             return
         self.tentative, awaited = False, self.state.decides_next
         self.state.decides_next = False
@@ -151,6 +156,12 @@ class Controller(Known):
         if self.plan is None and (awaited or self.state.samples is None):
             self.pending = None
             self._begin_sampling()
+
+    def _may_be_alone(self) -> bool:
+        """Whether a forward may be one of this rank only, though others decide with it: each holds the whole model."""
+        model = None if self.state.root is None else self.state.root()
+        whole = model is None or not any(map(divided_parameter, model.modules()))
+        return whole and several_ranks(self.state)
 
     def _repeat(self, plan: Plan) -> None:
         if self.state.must_wait:

@@ -120,6 +120,28 @@ def steps_of_any_optimizer_are_seen_under_torchs_own_sharding(rank: int) -> None
     assert logs == logs[:1] * 3
 
 
+def one_replica_may_evaluate_before_training(rank: int) -> None:
+    """As a trainer's first rank does: the run is that of ranks that do not."""
+    found = []
+    for evaluates in (False, True):
+        model = nn.parallel.DistributedDataParallel(made(fe.auto(interval=2)))
+        if evaluates and rank == 0:
+            with torch.no_grad():
+                for step in range(3):
+                    model(batch(rank, 50 + step))
+        optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+        losses = []
+        for step in range(4):
+            loss = model(batch(rank, step)).square().mean()
+            loss.backward()
+            losses.append(loss.item())
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append((losses, [(change.step, change.layer, change.recipe) for change in controllers_of(model)[0].log]))
+    assert found[0][1]
+    assert found[0] == found[1]
+
+
 def weights_that_others_have_written_are_measured_again(rank: int) -> None:
     """Inside a step, by other code than the optimizer: no old scale."""
     for what in ("in place", "loaded", "in an evaluation"):
@@ -225,6 +247,7 @@ PARTS = named(
     blocks_unsharded_before_the_roots_forward,
     a_loop_of_ones_own_says_when_a_step_has_ended,
     steps_of_any_optimizer_are_seen_under_torchs_own_sharding,
+    one_replica_may_evaluate_before_training,
     weights_that_others_have_written_are_measured_again,
     statistics_are_those_of_the_whole_weight,
     a_number_that_is_not_finite_is_seen_by_every_rank,
