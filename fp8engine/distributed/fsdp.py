@@ -71,24 +71,29 @@ def fsdp(
     """
     from torch.distributed.fsdp import fully_shard
 
-    layers = float8_modules(model)
-    _check(model, layers, fully_shard_options)
-    if strict:
-        ignored = {id(parameter) for parameter in fully_shard_options.get("ignored_params") or ()}
-        own = ((layer, *each) for layer in layers for each in layer.named_parameters(recurse=False))
-        sharded = {(id(layer), key) for layer, key, parameter in own if id(parameter) not in ignored}
-        _tell_of_experts("fe.distributed.fsdp", model, sharded, strict)
-    if mesh is None:
-        mesh = dist.init_device_mesh(_device_type(layers), (dist.get_world_size(),))
-    names = list(mesh.mesh_dim_names or ())
-    if mesh.ndim > 2 or (mesh.ndim == 2 and not names):
+    if not ranks.running():
+        raise ParallelError("fe.distributed.fsdp: torch.distributed is not initialised; call init_process_group first")
+    if mesh is not None and (mesh.ndim > 2 or (mesh.ndim == 2 and not mesh.mesh_dim_names)):
         raise ParallelError(
             f"fe.distributed.fsdp: the mesh has {mesh.ndim} dimensions, named {mesh.mesh_dim_names}: give one "
             "dimension, such as mesh['dp'], or two with names, (replicas, shards), as fully_shard asks"
         )
+    layers, problem = float8_modules(model), None
+    try:  # what one rank can see by itself, of which the others learn below
+        _check(model, layers, fully_shard_options)
+        if strict:
+            ignored = {id(parameter) for parameter in fully_shard_options.get("ignored_params") or ()}
+            own = ((layer, *each) for layer in layers for each in layer.named_parameters(recurse=False))
+            sharded = {(id(layer), key) for layer, key, parameter in own if id(parameter) not in ignored}
+            _tell_of_experts("fe.distributed.fsdp", model, sharded, strict)
+    except (ParallelError, StrictError) as error:
+        problem = error
     blocks = repeated_blocks(model) if blocks is None else list(blocks)
-    everyone = group_of(mesh)
-    _check_alike(model, blocks, everyone, fully_shard_options)
+    everyone = None if mesh is None else group_of(mesh)
+    _check_alike(model, blocks, everyone, fully_shard_options, problem)
+    if mesh is None:
+        mesh = dist.init_device_mesh(_device_type(layers), (dist.get_world_size(),))
+        everyone = group_of(mesh)
     if not blocks:
         warnings.warn(
             f"fe.distributed.fsdp: {type(model).__name__} has no repeated blocks: "
@@ -110,7 +115,8 @@ def gather_fp8(model: Model, *, strict: bool = False) -> Model:
     For Accelerate, torchtitan and scripts that call fully_shard themselves; `fsdp` calls it.  Returns the model.
     strict: raise StrictError where experts would be gathered in high precision, of which else a ParallelWarning tells.
     Raises ParallelError for a model that is not converted, not sharded, or gathered so already; and where its weights
-    are sharded over several groups of ranks.  Amaxes of activations are not joined: `reduce_amax` does that.
+    are sharded over several groups of ranks.  Amaxes of activations are not joined: `reduce_amax` does that, which has
+    to be called under "auto", whose decisions ranks would else make apart: the first forward raises ParallelError.
     """
     from torch.distributed.fsdp import FSDPModule
 
@@ -246,13 +252,17 @@ class Gather:
         if not torch.is_grad_enabled():
             for module in {weight.module for weight in self.weights}:
                 cast(Any, module).reshard()
+        auto = any(state.controller and not (state.controller.plan or state.ranks) for state in self.states)
+        if auto and dist.get_world_size(self.scales.group) > 1:
+            raise ParallelError(
+                "fe.distributed.gather_fp8: under auto each rank would decide by itself, and weights would be gathered "
+                "in several formats: call fe.distributed.reduce_amax(model) before the first forward"
+            )
 
 
 def _check(model: nn.Module, layers: list[Float8Module], options: dict) -> None:
     """What one rank can see by itself."""
     here = "fe.distributed.fsdp"
-    if not ranks.running():
-        raise ParallelError(f"{here}: torch.distributed is not initialised; call init_process_group first")
     _check_converted(here, model)
     for name, module in model.named_modules():
         if found := _torch.wrapper_of(module):
@@ -311,8 +321,15 @@ def _refuse_partial_reshard(here: str, ranks: int) -> NoReturn:
     )
 
 
-def _check_alike(model: nn.Module, blocks: list[nn.Module], group: dist.ProcessGroup, options: dict) -> None:
-    """Raise ParallelError on every rank where ranks were called differently."""
+def _check_alike(
+    model: nn.Module,
+    blocks: list[nn.Module],
+    group: dist.ProcessGroup | None,
+    options: dict,
+    problem: ParallelError | StrictError | None,
+) -> None:
+    """Raise ParallelError on every rank where ranks were called differently, or one has a problem, which it raises."""
+    here = "fe.distributed.fsdp"
     names = {id(module): name for name, module in model.named_modules()}
     names_of = {id(parameter): name for name, parameter in model.named_parameters()}
     described = {
@@ -322,7 +339,10 @@ def _check_alike(model: nn.Module, blocks: list[nn.Module], group: dist.ProcessG
         # Sorted: ranks go through a set of parameters in different orders.
         "option ignored_params": sorted(names_of[id(each)] for each in options.get("ignored_params") or ()),
     }
-    agree("fe.distributed.fsdp", described, group)
+    try:
+        agree(here, described, group, problem and str(problem).removeprefix(f"{here}: "))
+    except ParallelError as told:
+        raise (problem or told) from None
 
 
 def _device_type(layers: list[Float8Module]) -> str:

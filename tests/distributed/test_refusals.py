@@ -131,6 +131,10 @@ def block_sharded(model: Any) -> Any:
     return model
 
 
+def gathered(model: Any) -> None:
+    gather_fp8(fully_shard(model))(torch.randn(2, 16)).sum().backward()
+
+
 def transforms() -> None:
     model: Any = fsdp(net())
     block = model.blocks[0]
@@ -170,6 +174,9 @@ OF_FSDP: dict[str, Callable[[int], object]] = {
     r"layer blocks.0.up is .*\(32, 16\).* on rank 0 .*\(33, 16\)": lambda rank: fsdp(net(size=(16, 32 + rank))),
     "block blocks.0 is Block on rank 0 of the group and missing on rank 1": other_blocks,
     "option reshard_after_forward is False .*and True": lambda rank: fsdp(net(), reshard_after_forward=bool(rank)),
+    "reshard_after_forward=2 keeps": lambda rank: fsdp(net(), reshard_after_forward=2 if rank else True),
+    r"fsdp( \(on ranks \[0\]\))?: Net has no converted layers": lambda rank: fsdp(net() if rank else Net(16, 32)),
+    r"gather_fp8: under auto .*: call fe\.distributed\.reduce_amax\(model\) before": lambda rank: gathered(net("auto")),
     "reshard_after_forward=2 .* on 2 ranks .* give True or False": lambda rank: fsdp(net(), reshard_after_forward=2),
     "Net has no converted layers; call fe.convert first": lambda rank: fsdp(Net(16, 32)),
     "fsdp: 7 weights .blocks.0.up the first. are FP8 codes alone.* frozen='fp8'": lambda rank: fsdp(codes_alone()),
