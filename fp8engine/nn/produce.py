@@ -218,7 +218,8 @@ class ProducingMlp(Mixin):
     recognised = NOTHING
 
     def forward(self, *args, **kwargs):
-        known, x = self.recognised, args[0] if args else None
+        known = self.recognised
+        x: Any = args[0] if args else None
         layers = [_part(self, path) for path in known.layers]
         dtypes = {getattr(getattr(layer, "weight", None), "dtype", None) for layer in layers}
         as_found = len(dtypes - {None}) == len(dtypes) == 1  # T5 keeps one weight in FP32, and casts what it reads
