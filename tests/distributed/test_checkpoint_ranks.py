@@ -135,7 +135,7 @@ def a_part_that_one_rank_refuses_leaves_all_parts_as_they_were(rank: int, folder
     assert all(torch.equal(train(never, seed + step), train(model, seed + step)) for step in (5, 6))
 
 
-def saved_parts(value: int) -> dict[str, Number]:
+def saved_parts(value: int) -> dict[str, Any]:
     return {"a": Number(value), "b": Refuses(value)}
 
 

@@ -97,8 +97,9 @@ def steps_of_any_optimizer_are_seen_under_torchs_own_sharding(rank: int) -> None
     """foreach and fused ones move no version counter of a DTensor.  Microbatches that do not reduce leave no gradient
     on it, and adopt nothing.
     """
-    logs = []
-    for options in ({"foreach": False}, {"foreach": True}, {"fused": True}):
+    logs, kinds = [], ("foreach", "foreach", "fused")
+    for kind, on in zip(kinds, (False, True, True), strict=True):
+        options: Any = {kind: on}
         model = made(fe.auto(interval=2))
         for block in model.blocks:
             fully_shard(block)
