@@ -85,7 +85,7 @@ def test_families(saved, ids, family):
 def test_a_model_whose_first_parameter_is_a_linear_layers_has_its_dtype_and_is_saved_with_it(made: str, tmp_path: Path):
     """A model's `dtype` is that of its first parameter: of codes it would be FP8, in config.json too."""
     torch.manual_seed(0)
-    size = {"context_length": 32, "patch_length": 8, "patch_stride": 8, "num_input_channels": 2, "d_model": 32}
+    size: Any = {"context_length": 32, "patch_length": 8, "patch_stride": 8, "num_input_channels": 2, "d_model": 32}
     kind, series = transformers.PatchTSMixerForPrediction, torch.randn(2, 32, 2)
     model: Any = kind(transformers.PatchTSMixerConfig(**size, num_layers=2, prediction_length=8)).eval()
     model.save_pretrained(tmp_path / "plain")

@@ -3,6 +3,7 @@ remembered; and that nothing waits for the device.
 """
 
 import math
+from typing import Any
 
 import numpy
 import pytest
@@ -99,7 +100,7 @@ def test_the_calls_of_a_layer_share_the_rows_and_none_is_left_out(hard: int):
     spread["input"] = spread["input"] * 2.0 ** (20 - octaves)
     calls = [spread, calm][:: -1 if hard else 1]
     samples = StepSamples(2 * len(ROLES), 2, {1: (96, 160)}, torch.device("cpu"))
-    slots = [samples.of(1, role, len(ROLES) + j) for j, role in enumerate(ROLES)]
+    slots: list[Any] = [samples.of(1, role, len(ROLES) + j) for j, role in enumerate(ROLES)]
     numbers = [samples.call(1, 200) for _ in calls]
     for call, number in zip(calls, numbers, strict=True):
         observe(call["input"], slots[0], number)
@@ -117,7 +118,7 @@ def test_the_calls_of_a_layer_share_the_rows_and_none_is_left_out(hard: int):
 def test_a_layer_that_is_called_three_times_costs_three_times_as_much():
     tensors, costs = layer(200, 96, 160), []
     for count in (1, 3):
-        samples = StepSamples(len(ROLES), 1, {0: (96, 160)}, torch.device("cpu"))
+        samples: Any = StepSamples(len(ROLES), 1, {0: (96, 160)}, torch.device("cpu"))
         for number in [samples.call(0, 200) for _ in range(count)]:
             for j, role in enumerate(ROLES):
                 observe(tensors[role], samples.of(0, role, j), number._replace(share=number.share * (j < 2)))
@@ -126,7 +127,7 @@ def test_a_layer_that_is_called_three_times_costs_three_times_as_much():
 
 
 def test_another_forward_without_a_backward_takes_all_rows_and_its_own_gradients():
-    samples = StepSamples(len(ROLES), 1, {0: (96, 160)}, torch.device("cpu"))
+    samples: Any = StepSamples(len(ROLES), 1, {0: (96, 160)}, torch.device("cpu"))
     first, last, seen = layer(200, 96, 160), layer(150, 96, 160), []
     for tensors in (first, last):
         samples.begin_again()
