@@ -102,7 +102,7 @@ class Controller(Known):
             self._repeat(self.plan)
         elif self.state.samples is not None and not backward and self.steps_without_backward < MOST_WITHOUT_BACKWARD:
             self.steps_without_backward += 1
-            self.state.samples.begin_again()
+            self.state.samples.calls.clear()  # this forward's take the place of the last one's
         else:
             self._collect(backward=True, may=not self.undecided or self.between.opens(self.state, backward))
             self._begin_sampling(self._moved())

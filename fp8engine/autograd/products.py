@@ -23,8 +23,7 @@ def product(use: Any, a: Any, b: Any, bias_N, out: torch.dtype, which: str) -> t
     """A @ B^T + b in `out`, in FP8 where the operands are.  use: operands.py's Use.  which: a key of `precision`."""
     if isinstance(a, Operand):
         return use.where.products.matmul(a, b, bias_N, out, use.recipe.precision[which])
-    sums = out if use.recipe.precision[which] == "exact" else None  # else rounded to the operands' dtype first
-    y_MN = matmul.matmul_fp16(a, b.to(a.dtype), out=sums).to(out)
+    y_MN = matmul.matmul_fp16(a, b.to(a.dtype)).to(out)
     return y_MN if bias_N is None else y_MN + bias_N.to(out)
 
 

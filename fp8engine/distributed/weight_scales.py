@@ -161,7 +161,8 @@ def sample_weights(weights: Iterable[ShardedWeight], group: dist.ProcessGroup) -
     if not found:
         return
     _join([t for _, part, _, *own in found for t in (part.rows_RC, part.energies_N, *own)], dist.ReduceOp.SUM, group)
-    _join([t for _, part, *_ in found for t in (part.blocks_RC, part.columns_C)], dist.ReduceOp.MAX, group)
+    amaxes = [t for _, part, *_ in found for t in (part.blocks_RC, part.amaxes_R, part.columns_C)]
+    _join(amaxes, dist.ReduceOp.MAX, group)
     for slot_L, part, dtype, some_RK, unknown in found:
         elements = slot_L[ELEMENTS].clone()
         slot_L.copy_(describe(some_RK.to(dtype), part.columns_C.amax() + unknown))

@@ -81,8 +81,8 @@ class StepSamples:
         self.layouts = {i: {role: layout_of(shape, role) for role in ROLES} for i, shape in shapes.items()}
         self.layers = layers
         self.tables: Tables | None = None
-        # By layer: calls so far, how many of them were of an earlier forward, the others' rows, whether in a backward.
-        self.calls: dict[int, tuple[int, int, int, bool]] = {}
+        # By layer: calls so far, how many count no more, the others' rows; 0 without gradients, 2 in a backward.
+        self.calls: dict[int, tuple[int, int, int, int]] = {}
         # Each begins at a multiple of 16 bytes: CUDA graphs of torch.compile write to a copy else (columns.py).
         lengths = [layout.length + -layout.length % 4 for roles in self.layouts.values() for layout in roles.values()]
         self.flat = torch.zeros(sum(lengths), dtype=torch.float32, device=device)
@@ -115,15 +115,14 @@ class StepSamples:
 
     def call(self, layer: int, rows: int) -> Call:
         """The next call of a layer, of that many rows; AGAIN for what a checkpoint computes a second time."""
-        number, before, total, inside = self.calls.get(layer, (0, 0, 0, library.in_backward()))
-        if library.in_backward() and not inside:
+        kind = 2 if library.in_backward() else int(torch.is_grad_enabled())
+        number, before, total, was = self.calls.get(layer, (0, 0, 0, kind))
+        if (was, kind) == (1, 2):
             return AGAIN
-        self.calls[layer] = number + 1, before, total + rows, inside
+        if kind != was:
+            before, total = number, 0
+        self.calls[layer] = number + 1, before, total + rows, kind
         return Call(number + 1, rows / (total + rows) if total else 1.0)
-
-    def begin_again(self) -> None:
-        """Another forward of the model, without a backward in between, takes all rows."""
-        self.calls = {layer: (number, number, 0, inside) for layer, (number, _, _, inside) in self.calls.items()}
 
     @property
     def failed(self) -> dict[int, str]:

@@ -126,21 +126,6 @@ def test_a_layer_that_is_called_three_times_costs_three_times_as_much():
     torch.testing.assert_close(costs[1], 3 * costs[0])  # the same rows: which call each is of makes no difference
 
 
-def test_another_forward_without_a_backward_takes_all_rows_and_its_own_gradients():
-    samples: Any = StepSamples(len(ROLES), 1, {0: (96, 160)}, torch.device("cpu"))
-    first, last, seen = layer(200, 96, 160), layer(150, 96, 160), []
-    for tensors in (first, last):
-        samples.begin_again()
-        call = samples.call(0, len(tensors["input"]))
-        observe(tensors["input"], samples.of(0, "input", 0), call)
-        seen.append((tensors["grad_output"], call._replace(share=0.0)))
-    observe(last["weight"], samples.of(0, "weight", 1))
-    for dy, call in reversed(seen):
-        observe(dy, samples.of(0, "grad_output", 2), call)
-    found = samples.finish({0: None}, True).reads[0].double().numpy()
-    assert numpy.array_equal(found, tried(*last.values()).table, equal_nan=True)
-
-
 @pytest.mark.parametrize(("n", "k"), [(48, 160), (96, 80)], ids=["colwise", "rowwise"])
 def test_of_a_layer_divided_over_ranks_its_own_part_is_judged(n: int, k: int):
     """Buffers are of the whole layer; the rank's weight is half of it."""
