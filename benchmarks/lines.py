@@ -26,12 +26,12 @@ GOALS = {"engine": 8_600, "kernels": 2_500, "package": 20_600}  # lines of code
 BUDGET = {
     "amp": 2_971,
     "auto": 1_710,
-    "autograd": 2_040,
+    "autograd": 2_039,
     "bench": 796,
     "cli": 963,
     "convert": 1_690,
     "demo": 1_016,
-    "distributed": 2_237,
+    "distributed": 2_238,
     "export": 1_334,
     "integrations": 195,
     "kernels": 2_877,
@@ -39,7 +39,7 @@ BUDGET = {
     "numerics": 610,
     "ops": 3_103,
     "report": 2_807,
-    "scaling": 1_348,
+    "scaling": 1_349,
     "top level": 416,
 }
 NO_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}

@@ -20,8 +20,9 @@ from benchmarks.distributed import fsdp
 from benchmarks.distributed.processes import run
 
 SCHEDULES = ("no sync", "two forwards", "pipeline", "no reshard")
-FROM_ROW_CODES = ("rowwise", "rowwise_gw_hp", "mxfp8")
-NEAR = 1e-6
+# Where dw is a product in BF16, a sum in another order may round to the next number, 2^-8 of it, and AdamW's step, at
+# most its rate of 1e-2, moves by that share; a CPU without BF16 instructions adds in another order.
+FROM_ROW_CODES = {"rowwise": 1e-6, "rowwise_gw_hp": 1e-2 * 2**-8, "mxfp8": 1e-6}
 
 
 def cases_of(schedule: str) -> list[fsdp.Case]:
@@ -62,7 +63,7 @@ def test_every_loss_and_weight_is_equal(rows: list[dict]):
     assert len(rows) == sum(map(len, CASES.values()))
     for row in rows:
         assert all(math.isfinite(far) for far in row["apart"]), row
-        assert max(row["apart"]) <= (NEAR if row["recipe"] in FROM_ROW_CODES else 0.0), row
+        assert max(row["apart"]) <= FROM_ROW_CODES.get(row["recipe"], 0.0), row
         assert len(set(row["losses"])) == len(row["losses"]) > 3, row
 
 
