@@ -56,7 +56,7 @@ class Between:
     def note(self, state: ScalingState, undecided: bool) -> None:
         """A training forward begins.  undecided: whether anything waits to be decided; else no counter is read."""
         self.seen = _counters(state) if undecided else None
-        if undecided and any(type(p) is not nn.Parameter for p in _trained(state)):
+        if undecided and state.trained < 0 and any(type(p) is not nn.Parameter for p in _trained(state)):
             WAITING.add(state)
             _count_steps()
 

@@ -23,7 +23,7 @@ from fp8engine.numerics.recipe import ROLES
 from fp8engine.ops import library
 from fp8engine.scaling.histogram import LENGTH, measure, measure_on_host, read
 from fp8engine.scaling.prediction import HEADER, Measured
-from fp8engine.scaling.reads import GOLDEN, SHAPE, Layout, judge, layout_of
+from fp8engine.scaling.reads import GOLDEN, MOST, SHAPE, Layout, judge, layout_of
 
 SAMPLE = 16384  # elements of the histogram, beside the exact amax
 AMAX, NONFINITE, ELEMENTS = (HEADER.index(name) for name in ("amax", "nonfinite", "elements"))
@@ -87,10 +87,8 @@ class StepSamples:
         lengths = [layout.length + -layout.length % 4 for roles in self.layouts.values() for layout in roles.values()]
         self.flat = torch.zeros(sum(lengths), dtype=torch.float32, device=device)
         flat = iter(self.flat.split(lengths))
-        owners = {i: roles["input"].rows for i, roles in self.layouts.items()}
-        parts = torch.zeros(sum(4 * -(-rows // 4) for rows in owners.values()), device=device)
-        each = parts.split([4 * -(-rows // 4) for rows in owners.values()]) if owners else ()
-        self.owners = {i: part[:rows] for (i, rows), part in zip(owners.items(), each, strict=True)}
+        owners = torch.zeros(len(self.layouts), MOST, device=device)
+        self.owners = {i: owners[n, : roles["input"].rows] for n, (i, roles) in enumerate(self.layouts.items())}
         nothing = torch.empty(0, device=device)
         self.parts: list[torch.Tensor] = [nothing] * slots
         for i, roles in self.layouts.items():

@@ -233,7 +233,6 @@ class ScalingState:
                     leaf.grad_fn.register_prehook(self._backward_comes)
         if self.before_CS is not None:
             self.evals_CS += (self.counts_CS - self.before_CS)[:, : len(self.columns)]
-            self.before_CS = None
         if self.samples is not None:
             loss = getattr(result, "loss", None)
             if isinstance(loss, torch.Tensor) and loss.numel() == 1:
@@ -260,8 +259,9 @@ class ScalingState:
             if torch.is_grad_enabled() or self.recomputed or first:
                 self.fold()
             self.root_begins |= root and torch.is_grad_enabled()
-        else:
-            self.recomputed |= _without_gradients_at_first()  # the root is run again, and not a part of it
+        elif _without_gradients_at_first():  # the root is run again, and not a part of it
+            self.recomputed = True
+            self.evals_CS.zero_()  # the first time was no evaluation
 
     def begin_in_graph(self, waits: bool = True) -> None:
         """Enter the last step's amaxes, in a graph that torch.compile traces, if it is one for training.

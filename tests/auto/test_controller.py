@@ -9,6 +9,7 @@ from autos import CALM, INTERVAL, TROUBLE, batch, controller, fused, lines, loss
 from blocks import WIDTH, Net
 from support import converted, same, state_of
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import fp8engine as fe
 from fp8engine.auto import host_copy
@@ -278,3 +279,21 @@ def test_an_evaluation_between_two_steps_decides_nothing(evaluating, after: str)
     assert lines(model) == lines(plain_model)
     assert same(found, wanted)
     assert counted(model) > counted(plain_model)  # the report has them
+
+
+def test_saturation_is_seen_where_a_checkpoint_runs_the_first_forward_without_gradients():
+    """That forward is no evaluation: the decisions are those of a training without checkpoints."""
+    found = []
+    for again in (lambda model, x: model(x), lambda model, x: checkpoint(model, x, use_reentrant=True)):
+        torch.manual_seed(0)
+        layers = nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 32))
+        model = converted(layers, fe.auto(interval=4, objective="speed"))
+        optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+        for step in range(12):
+            x = torch.randn(16, 32, generator=torch.Generator().manual_seed(step)) * 1.3**step
+            (again(model, x.requires_grad_()) / 1.3**step).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append(lines(model))
+    assert any("saturated" in line for line in found[0])
+    assert found[0] == found[1]
