@@ -8,8 +8,9 @@ Where the engine's own tests replace a function of torch (`torch._scaled_mm`), i
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -56,6 +57,7 @@ no_torch_function = torch._C._disabled_torch_function_impl  # a tensor subclass 
 # Autograd and transforms.
 graph_task = torch._C._current_graph_task_id  # number of the backward pass that is running; -1 outside of one
 after_backward = torch.autograd.Variable._execution_engine.queue_callback  # called when this backward pass ends
+apply_code = cast(Any, torch.autograd.Function.apply).__func__.__code__  # of the frame that calls a Function's forward
 sequence_number = torch._C._autograd._get_sequence_nr  # pyright: ignore[reportAttributeAccessIssue]  # order of nodes
 transforms_active = torch._C._are_functorch_transforms_active  # torch.func's grad, vjp, vmap, jvp
 # A gradient of autograd.grad(is_grads_batched=True).
@@ -77,6 +79,21 @@ foreach_norm = torch._foreach_norm  # norms of many tensors in one launch
 foreach_copy_ = torch._foreach_copy_
 assert_async = torch._assert_async  # an assertion on a card that the host does not wait for
 update_loss_scale = torch._amp_update_scale_  # what torch.amp.GradScaler itself calls
+
+
+def runs_again() -> bool:
+    """Whether what runs now, without gradients, runs again with them in backward: a reentrant checkpoint's first time.
+
+    That is the forward of an autograd Function whose context has next functions: none where gradients are off outside
+    of it too, or nothing needs one.
+    """
+    inner = frame = sys._getframe()
+    while frame is not None:
+        first = inner.f_code.co_varnames[:1]
+        if first and frame.f_code is apply_code and getattr(inner.f_locals.get(*first), "next_functions", ()):
+            return True
+        inner, frame = frame, frame.f_back
+    return False
 
 
 def graph_break(why: str) -> None:

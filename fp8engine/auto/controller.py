@@ -26,7 +26,7 @@ from dataclasses import replace
 
 import torch
 
-from fp8engine._torch import divided_parameter
+from fp8engine._torch import divided_parameter, runs_again
 from fp8engine.auto import budget
 from fp8engine.auto.failures import some
 from fp8engine.auto.host_copy import PendingSample, several_ranks, start_copy
@@ -73,7 +73,7 @@ class Controller(Known):
 
     def begin_step(self, backward: bool) -> None:
         """A training step begins.  backward: whether a backward pass came since the last one began."""
-        gradients = torch.is_grad_enabled()
+        gradients = torch.is_grad_enabled() or runs_again()
         # What is made here is written to in training, in the dtypes that are written here.
         with torch.inference_mode(False), outside_of_autocast(self.state.device):
             try:

@@ -13,7 +13,7 @@ from torch import nn
 from fp8engine.autograd.numerics import Numerics
 
 TABLES = ("history_HS", "live_2S", "counts_CS")
-FLAGS = ("backward_seen", "recomputed", "begun", "on_step", "decides_next")
+FLAGS = ("backward_seen", "begun", "on_step", "decides_next")
 
 
 def arguments(example_inputs: object) -> tuple[tuple, dict]:
@@ -68,7 +68,7 @@ def _scaling(model: nn.Module) -> Iterator[None]:
     flags: list[tuple[Any, str, Any]] = [(state, name, getattr(state, name)) for state in states for name in FLAGS]
     flags += [(numerics, "ran", numerics.ran) for numerics in layers]
     for state in states:
-        state.backward_seen, state.recomputed, state.begun = False, False, True
+        state.backward_seen, state.begun = False, True
         state.on_step, state.decides_next = None, False  # no step begins here, nothing is sampled or decided
     try:
         yield

@@ -127,8 +127,6 @@ class StateView(Mapping[str, SlotView]):
         version = 2 if any(map(_is_output, slots)) else 1
         backward_seen = [state.backward_seen for state in self.states]  # else amaxes are a forward's
         found: dict = {"version": version, "slots": slots, "backward_seen": backward_seen}
-        if any(state.recomputed for state in self.states):
-            found["recomputed"] = [state.recomputed for state in self.states]
         if self.controllers:
             found["auto"] = [controller.state_dict() for controller in self.controllers]
         return found
@@ -149,15 +147,13 @@ class StateView(Mapping[str, SlotView]):
             for key, target in _columns(*slot).items() if name in slots else ():
                 target[: slots[name][key].numel()] = slots[name][key][: target.numel()]
         backward_seen = _of_each(state_dict.get("backward_seen", True), len(self.states))
-        recomputed = _of_each(state_dict.get("recomputed", False), len(self.states))
-        for state, came, again in zip(self.states, backward_seen, recomputed, strict=True):
+        for state, came in zip(self.states, backward_seen, strict=True):
             state.live_2S[1].abs_()
             state.outputs.loaded(state.live_2S)
             state.saved_1.fill_(1)
             state.loaded = True
             # Whether a step was recorded and waits to be entered.
             state.backward_seen = bool((state.live_2S[0] >= 0).any()) and came
-            state.recomputed = again
 
     def _checked(self, state_dict: Mapping) -> tuple[Mapping, Sequence]:
         """(saved slots, states of "auto").  Raises StateError unless they are of this model under these recipes.

@@ -63,8 +63,6 @@ class ScalingState:
         self.shares = any(parent is not None for parent in self.parents)  # whether any layers may read one tensor
         self.ranks = ""  # name of the process group whose amaxes are joined; "": DistributedDataParallel's, if any
         self.backward_seen = False  # a backward pass has recorded amaxes that no update has entered yet
-        self.root_begins = False  # the root's forward has run with gradients: steps begin with it
-        self.recomputed = False  # a forward ran again inside backward, which may have run without gradients at first
         self.begun = False  # a training step has begun
         self.watched = False  # a root's forward begins its steps
         self.predictions = 0  # how often scales were predicted
@@ -213,7 +211,8 @@ class ScalingState:
         if self.on_step is not None and root is not None:
             self.root, self.formats_stay = weakref.ref(root), False
         self.begin_step(root=True)
-        self.before_CS = None if self.on_step is None or torch.is_grad_enabled() else self.counts_CS.clone()
+        evaluates = self.on_step is not None and not (torch.is_grad_enabled() or _torch.runs_again())
+        self.before_CS = self.counts_CS.clone() if evaluates else None
         if self.shares:
             self.forward.begin()
 
@@ -253,15 +252,11 @@ class ScalingState:
         """Enter the last step's amaxes, if this is a training step and not a recompute.  root: its forward begins."""
         if _torch.transforms_active():
             return  # layers in FP8 refuse torch.func's transforms; in 16 bits they are no step
-        if _torch.graph_task() == -1:
-            # `on_step`'s first forward may be a reentrant checkpoint's; or an evaluation's, which auto finds out later.
-            first = not (self.begun or self.on_step is None) or (root and self.decides_next)
-            if torch.is_grad_enabled() or self.recomputed or first:
-                self.fold()
-            self.root_begins |= root and torch.is_grad_enabled()
-        elif _without_gradients_at_first():  # the root is run again, and not a part of it
-            self.recomputed = True
-            self.evals_CS.zero_()  # the first time was no evaluation
+        if _torch.graph_task() != -1:
+            return
+        trains = torch.is_grad_enabled() or _torch.runs_again()
+        if trains or not (self.begun or self.on_step is None) or (root and self.decides_next):
+            self.fold(trains)
 
     def begin_in_graph(self, waits: bool = True) -> None:
         """Enter the last step's amaxes, in a graph that torch.compile traces, if it is one for training.
@@ -276,9 +271,7 @@ class ScalingState:
         """A layer's forward begins (not compiled): `begin_step`, if a backward pass has ended a step since, if
         `on_step` has not been called for the first, or if all that it was called for were evaluations.
         """
-        if _torch.graph_task() != -1:
-            self.recomputed |= not self.root_begins and _without_gradients_at_first()
-        elif (
+        if _torch.graph_task() == -1 and (
             self.backward_seen
             or (self.on_step is not None and (not self.begun or (self.decides_next and torch.is_grad_enabled())))
             or not (self.watched or self._no_graph_came())
@@ -286,24 +279,22 @@ class ScalingState:
             self.begin_step()
 
     def _no_graph_came(self) -> bool:
-        """Whether no backward of a compiled graph, which tells nobody, has ended a step since one began.
-
-        A card is not waited for.
-        """
+        """Whether no backward of a compiled graph, which tells nobody, has ended a step; a card is not waited for."""
         if self._host is None or not (self.delayed and self.casts_gradients):
             return True
         gradients = slice(ROLES.index("grad_output"), len(self.columns), len(ROLES))
         return self.entered_1.item() in (-1, self._host[1][0, gradients].sum())
 
-    def fold(self) -> None:
-        """Enter this step's amaxes into the windows and predict the next scales."""
+    def fold(self, trains: bool = True) -> None:
+        """Enter this step's amaxes into the windows and predict the next scales.  trains: else a rank may be alone."""
         came, self.begun = self.backward_seen, True
         if self._host is None:  # not on a CPU: a card may measure itself
             step_begins(self.device, self, came)
-        self.backward_seen = self.recomputed = False
+        self.backward_seen = False
         if self.on_step is not None:
             self.step_amax_S = self.live_2S[0].clone()
-        self._update()
+        if trains:
+            self._update()
         if self.on_step is not None:
             self.on_step(came)
 
@@ -389,12 +380,3 @@ class ScalingState:
     def roles(self, layer: int) -> tuple[str, ...]:
         """The roles of which the layer has slots."""
         return (*ROLES, OUTPUT) if layer in self.outputs.places else ROLES
-
-
-def _without_gradients_at_first() -> bool:
-    """Whether a forward that runs inside a backward pass may have run without gradients before.
-
-    A reentrant checkpoint's has; one that is not reentrant, which sets hooks of its own, would not compute it again.
-    """
-    pack, _ = _torch.saved_tensors_hooks(False) or (None, None)
-    return torch.is_grad_enabled() and not getattr(pack, "__qualname__", "").startswith("_recomputation_hook")

@@ -14,6 +14,7 @@ from ranks import holds_on_every_rank, named, work
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+from torch.utils.checkpoint import checkpoint
 from transformers.pytorch_utils import Conv1D
 
 import fp8engine as fe
@@ -121,26 +122,41 @@ def steps_of_any_optimizer_are_seen_under_torchs_own_sharding(rank: int) -> None
     assert logs == logs[:1] * 3
 
 
-def one_replica_may_evaluate_before_training(rank: int) -> None:
-    """As a trainer's first rank does: the run is that of ranks that do not."""
-    found = []
-    for evaluates in (False, True):
-        model = nn.parallel.DistributedDataParallel(made(fe.auto(interval=2)))
-        if evaluates and rank == 0:
-            with torch.no_grad():
-                for step in range(3):
-                    model(batch(rank, 50 + step))
-        optimizer = torch.optim.SGD(model.parameters(), 1e-3)
-        losses = []
-        for step in range(4):
-            loss = model(batch(rank, step)).square().mean()
-            loss.backward()
-            losses.append(loss.item())
-            optimizer.step()
-            optimizer.zero_grad()
-        found.append((losses, [(change.step, change.layer, change.recipe) for change in controllers_of(model)[0].log]))
-    assert found[0][1]
-    assert found[0] == found[1]
+class Recomputed(nn.Module):
+    """A reentrant checkpoint around a whole model, whose first forward has no gradients, as an evaluation's."""
+
+    def __init__(self, model: nn.Module):
+        super().__init__()
+        self.model = model
+
+    def forward(self, x):
+        return checkpoint(self.model, x, use_reentrant=True)
+
+
+def one_replica_may_evaluate(rank: int) -> None:
+    """As a trainer's first rank does, before training and in it: the run is that of ranks that do not."""
+    speed = fe.auto(interval=2, objective="speed")
+    for recipe, around in itertools.product([fe.auto(interval=2), speed, "delayed"], [nn.Sequential, Recomputed]):
+        found = []
+        for evaluates in (False, True):
+            inner = made(recipe)
+            model = nn.parallel.DistributedDataParallel(around(inner))
+            optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+            losses = []
+            for step in range(4):
+                if evaluates and rank == 0:
+                    with torch.no_grad():
+                        model(batch(rank, 50 + step))
+                        model(batch(rank, 60 + step))
+                loss = model(batch(rank, step).requires_grad_()).square().mean()
+                loss.backward()
+                losses.append(loss.item())
+                optimizer.step()
+                optimizer.zero_grad()
+            logs = [controller.log for controller in controllers_of(inner)]
+            found.append((losses, [(change.step, change.layer, change.recipe) for log in logs for change in log]))
+        assert recipe == "delayed" or found[0][1]
+        assert found[0] == found[1], (recipe, around)
 
 
 def weights_that_others_have_written_are_measured_again(rank: int) -> None:
@@ -248,7 +264,7 @@ PARTS = named(
     blocks_unsharded_before_the_roots_forward,
     a_loop_of_ones_own_says_when_a_step_has_ended,
     steps_of_any_optimizer_are_seen_under_torchs_own_sharding,
-    one_replica_may_evaluate_before_training,
+    one_replica_may_evaluate,
     weights_that_others_have_written_are_measured_again,
     statistics_are_those_of_the_whole_weight,
     a_number_that_is_not_finite_is_seen_by_every_rank,

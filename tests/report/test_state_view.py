@@ -96,9 +96,8 @@ def test_one_flag_for_all_states_is_read():
 def test_flags_of_layers_that_were_put_together_otherwise_are_all_states(flags: list[bool], wanted: list[bool]):
     """As of two models that were saved as parts of one: a backward that one has seen, all have."""
     model = trained()
-    fe.load_scaling_state_dict(model, {**fe.scaling_state_dict(model), "backward_seen": flags, "recomputed": flags})
+    fe.load_scaling_state_dict(model, {**fe.scaling_state_dict(model), "backward_seen": flags})
     assert fe.scaling_state_dict(model)["backward_seen"] == wanted
-    assert fe.scaling_state_dict(model).get("recomputed", [False]) == wanted
 
 
 @pytest.mark.parametrize("more", [-3, 5])

@@ -1,6 +1,7 @@
 """The scaling state over a model's life: evaluation, copies, moves, save and resume, roots that are passed by."""
 
 import copy
+import functools
 
 import pytest
 import torch
@@ -36,6 +37,22 @@ def test_evaluation_after_a_checkpointed_step_records_nothing(start: Net):
     before = tables(model)[:2]
     evaluate_without_gradients(model, torch.randn(6, 32) * 1000)
     assert same(tables(model)[:2], before)
+
+
+@pytest.mark.parametrize("recipe", ["delayed", fe.auto(objective="speed", interval=2)], ids=["delayed", "auto"])
+@pytest.mark.parametrize("through", [False, True])
+def test_evaluation_between_checkpointed_steps_begins_none(start: Net, recipe: str | fe.Recipe, through: bool):
+    """The model itself, or through its checkpoint: the results are those of one that is not checkpointed."""
+    plain, model = converted(start, recipe), converted(start, recipe)
+    recomputed = functools.partial(checkpoint, model, use_reentrant=True)
+    for step in range(5):
+        x = (torch.randn(6, 32) * 2**step).requires_grad_()
+        for call in (plain, recomputed):
+            call(x).sum().backward()
+        before, y = tables(model)[:2], (x.detach() / 8).requires_grad_()
+        with torch.no_grad():
+            assert torch.equal((recomputed if through else model)(y), plain(y)), step
+        assert same(tables(model)[:2], before)
 
 
 def test_evaluation_uses_the_last_scale_and_recasts_what_is_beyond_it():
