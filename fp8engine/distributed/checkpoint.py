@@ -18,7 +18,7 @@ import pickle
 import secrets
 import shutil
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -117,8 +117,9 @@ def load(
     _on_all(read, failed, remedy)
     wanted.clear()  # tensors that torch has made for an optimizer without state
     _put_all(model, others, states, f"{os.fspath(path)} was not loaded")  # first: a part may refuse its state
-    optimizers = () if optimizer is None else optimizer
-    set_state_dict(model, optimizers, model_state_dict=copies["model"], optim_state_dict=copies.get("optimizer", {}))
+    optimizers, of_optimizer = () if optimizer is None else optimizer, copies.get("optimizer", {})
+    with _state_may_be_made(optimizer):
+        set_state_dict(model, optimizers, model_state_dict=copies["model"], optim_state_dict=of_optimizer)
     if optimizer is not None and is_new:
         optimizer.state.clear()
 
@@ -256,10 +257,25 @@ def _tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[
     from torch.distributed.checkpoint.state_dict import get_state_dict
 
     is_new = optimizer is not None and not optimizer.state
-    of_model, of_optimizer = get_state_dict(model, () if optimizer is None else optimizer)
+    with _state_may_be_made(optimizer):
+        of_model, of_optimizer = get_state_dict(model, () if optimizer is None else optimizer)
     if optimizer is not None and is_new:
         optimizer.state.clear()
     return {"model": of_model} | ({} if optimizer is None else {"optimizer": of_optimizer})
+
+
+@contextlib.contextmanager
+def _state_may_be_made(optimizer: torch.optim.Optimizer | None) -> Iterator[None]:
+    """Without the gradients, for torch to make the state of an optimizer that has none: it makes none where any is."""
+    groups = [] if optimizer is None or optimizer.state else optimizer.param_groups
+    kept = [(p, p.grad) for group in groups for p in group["params"]]
+    for p, _ in kept:
+        p.grad = None
+    try:
+        yield
+    finally:
+        for p, gradient in kept:
+            p.grad = gradient
 
 
 def _copy(x: Any) -> Any:

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import refusal
+from support import converted
 from torch import nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
@@ -184,3 +185,30 @@ def test_one_process_without_a_group(tmp_path: Path):
     assert torch.equal(first["model"](x), second["model"](x))
     assert [path.name for path in tmp_path.iterdir()] == ["one"]
     assert second["optimizer"].state_dict()["state"][0]["momentum_buffer"].abs().sum() > 0
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_gradients_that_are_there_hide_no_optimizer_state(tmp_path: Path):
+    """Of an optimizer without state torch finds no names where gradients are; they are the user's, and stay."""
+
+    def made(steps: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(0)
+        model = converted(nn.Sequential(nn.Linear(8, 8)), "current")
+        optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+        for step in range(steps + 1):
+            optimizer.zero_grad()
+            model(torch.randn(4, 8)).square().sum().backward()
+            if step < steps:
+                optimizer.step()
+        return model, optimizer
+
+    for steps in (2, 0):
+        (model, optimizer), (again, loaded) = made(steps), made(0)
+        fe.distributed.save(tmp_path / f"{steps}", model, optimizer)
+        before = [p.grad for p in again.parameters()]
+        fe.distributed.load(tmp_path / f"{steps}", again, loaded)
+        assert all(p.grad is grad is not None for p, grad in zip(again.parameters(), before, strict=True))
+        for p, q in zip(model.parameters(), again.parameters(), strict=True):
+            assert torch.equal(p, q)
+            assert optimizer.state[p].keys() == loaded.state[q].keys()
+            assert all(torch.equal(x, loaded.state[q][key]) for key, x in optimizer.state[p].items())
