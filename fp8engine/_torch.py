@@ -316,6 +316,26 @@ def local_tensor(x: Any) -> torch.Tensor:
     return x._local_tensor
 
 
+def around_methods(module: Any, begin: Callable[[], None], end: Callable[[], None]) -> None:
+    """Call functions around methods of a module that register_fsdp_forward_method was given: they run no hooks.
+
+    Its forward runs what fully_shard has registered, which is not replaced.
+    """
+    state = module._get_fsdp_state()
+    before, after = state._pre_forward, state._post_forward
+
+    def pre_forward(*given):
+        begin()
+        return before(*given)
+
+    def post_forward(*given):
+        result = after(*given)
+        end()
+        return result
+
+    state._pre_forward, state._post_forward = pre_forward, post_forward
+
+
 def forget_gathered(module: Any, parameter: Any) -> None:
     """Forget the unsharded form of an FSDPParam of a module: its next all-gather may have another dtype.
 

@@ -184,6 +184,7 @@ class Gather:
         for state in self.states:
             _torch.call_first(model, state.begin_forward)  # a step begins: recipes may change
         model.register_forward_hook(self._end, always_call=True)
+        _torch.around_methods(model, self._begin, self._end)
         me = weakref.ref(self)  # torch keeps the hook
 
         @_torch.outside_of_graphs

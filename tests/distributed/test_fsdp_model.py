@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from ranks import gradients, holds_on_every_rank, named, whole, work
 from torch import nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, Shard
 
 import fp8engine as fe
@@ -18,11 +18,12 @@ from benchmarks.distributed.fsdp import Net
 from benchmarks.distributed.processes import run
 from fp8engine.autograd.gathered import GatheredWeight
 from fp8engine.distributed.traffic import Traffic
+from fp8engine.report.state import controllers_of
 
 SIZE = (33, 65)  # uneven on two ranks
 
 
-def net(recipe: str = "current", shard: bool = True) -> Any:
+def net(recipe: Any = "current", shard: bool = True) -> Any:
     torch.manual_seed(0)
     model = Net(*SIZE)
     fe.convert(model, recipe, skip=lambda name, module: False)
@@ -95,6 +96,31 @@ def a_gather_outside_of_the_roots_forward_has_scales_of_now(rank: int) -> None:
         with torch.no_grad():
             wanted = (plain if what == "evaluation" else plain.blocks[0])(batch(rank))
         assert torch.equal(y, wanted), what
+
+
+def a_registered_method_is_a_forward(rank: int) -> None:
+    """As TRL registers `generate`: it runs no hooks, and gathers, samples and decides as a forward does."""
+    for recipe in ("delayed", fe.auto(interval=2)):
+        found = []
+        for registered in (False, True):
+            model = net(recipe)
+            model.score = model.forward
+            register_fsdp_forward_method(model, "score")
+            optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+            losses, joined = [], []
+            for step in range(8):
+                with Traffic() as traffic:
+                    loss = (model.score if registered else model)(batch(rank, step)).square().mean()
+                    loss.backward()
+                losses.append(loss.item())
+                joined.append(step and dict(traffic.calls))  # no step ends where a first forward begins
+                if step % 2:
+                    optimizer.step()
+                    optimizer.zero_grad()
+            log = [(change.step, change.layer) for each in controllers_of(model) for change in each.log]
+            found.append((losses, joined, log))
+        assert found[0] == found[1]
+        assert recipe == "delayed" or found[0][2]
 
 
 def new_local_tensors_are_gathered_as_codes(rank: int) -> None:
@@ -245,6 +271,7 @@ PARTS = named(
     parameters_are_ordinary,
     layers_read_codes,
     a_gather_outside_of_the_roots_forward_has_scales_of_now,
+    a_registered_method_is_a_forward,
     new_local_tensors_are_gathered_as_codes,
     the_report_says_how_each_weight_is_gathered,
     slots_of_weights_hold_the_same_numbers,
