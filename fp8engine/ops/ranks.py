@@ -99,7 +99,9 @@ def _of_data_parallel() -> dist.ProcessGroup | None:
         return None
     if _torch.joins_uneven_inputs(wrapper):
         warnings.warn(
-            "inside join() ranks end at different steps: amaxes are not joined, each rank predicts its own scales",
+            "inside join() ranks end at different steps: amaxes are not joined, each rank predicts its own scales. "
+            "Torch keeps what join() sets: after it, call model.join(enable=False) on every rank (and under auto load "
+            "the scaling state of one rank on all)",
             stacklevel=2,
         )
         return None

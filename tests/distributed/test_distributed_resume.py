@@ -153,26 +153,31 @@ def apart(how: str, recipe: str, rank: int) -> tuple[list[float], int, list[str]
     scales = []
     with warnings.catch_warnings(record=True) as said, joins() as joined:
         warnings.simplefilter("always")
-        for amaxes in AMAX:
-            with model.join() if how == "join" else contextlib.nullcontext():
+        for step, amaxes in enumerate(AMAX):
+            uneven = how == "join" or step == 0
+            with model.join(enable=uneven) if "join" in how else contextlib.nullcontext():
                 y = model(torch.linspace(-1, 1, 6 * 16).reshape(6, 16) * amaxes[rank])
                 scales.append(fe.scaling_state(inner)["0.input"].scale.item())
                 y.sum().backward()
     return scales, joined.count(dist.ReduceOp.MAX), [str(w.message) for w in said if "join" in str(w.message)]
 
 
+CASES = (("alone", "delayed"), ("join", "delayed"), ("ddp", "current"), ("join at first", "delayed"))
+
+
 def on_their_own(rank: int, ranks: int) -> list[tuple[list[float], int, list[str]]]:
-    return [apart(*case, rank) for case in (("alone", "delayed"), ("join", "delayed"), ("ddp", "current"))]
+    return [apart(*case, rank) for case in CASES]
 
 
 @pytest.mark.slow
 def test_ranks_on_their_own_stay_on_their_own():
     """Uneven inputs are not waited for, and that is said; scales of the tensor itself need nothing of other ranks."""
-    for rank, (alone, uneven, current) in enumerate(run(on_their_own, 2)):
-        assert [joined for _, joined, _ in (alone, uneven, current)] == [0, 0, 0]
+    for rank, (alone, uneven, current, at_first) in enumerate(run(on_their_own, 2)):
+        assert [joined for _, joined, _ in (alone, uneven, current, at_first)] == [0, 0, 0, len(AMAX) - 1]
         # scale = 1 / RN(MAX / amax): within two roundings
         assert alone[0][1] == pytest.approx(AMAX[0][rank] / 448, rel=2.0**-22)
         assert "each rank predicts its own scales" in uneven[2][0]
+        assert "after it, call model.join(enable=False) on every rank" in uneven[2][0]
 
 
 def stepped(ranks: str) -> nn.Module:
