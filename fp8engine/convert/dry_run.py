@@ -30,6 +30,7 @@ from fp8engine.convert.twin import (
     quiet,
     run,
     twin_of,
+    weights_written,
 )
 
 CODES = torch.float8_e4m3fn
@@ -45,12 +46,13 @@ def uncalled(model: nn.Module) -> dict[int, str]:
 
 
 def asked_for_dtype(model: nn.Module) -> dict[int, str]:
-    """ids of layers for whose weight's dtype other code asks -> why their weight cannot become FP8 codes."""
+    """ids of layers whose weight other code writes to, or asks for its dtype -> why it cannot become FP8 codes."""
     why = "casts to the dtype of its weight, which codes would make FP8"  # or multiplies by it, in another mode
     uses = list(_uses(model))
     ran = {id(layer) for _, layer, _, _ in uses}
     found = {id(layer): f"{kind} {why}" for kind, layer, called, asks in uses if called and asks}
     found |= {id(layer): f"{kind} {why}" for kind, layer in _asked_in_code(model) if id(layer) not in ran}
+    found |= {id(layer): f"{kind} writes to its weight" for kind, layer in _written(model)}
     why = "has the dtype of its weight, and save_pretrained writes that into config.json"
     firsts = ((part, _first(part)) for part in _saved(model))
     return {id(adapted(first)): f"{type(part).__name__} {why}" for part, first in firsts if is_linear(first)} | found
@@ -88,6 +90,21 @@ def _asked_in_code(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
                 layer = _first(part)
                 if (path.endswith(".weight") or hasattr(type(part), "dtype")) and is_linear(layer):
                     yield kind.__name__, adapted(layer)
+
+
+def _written(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """(class of the module, layer) of linear layers in a module whose code writes to their weights.
+
+    RWKV divides two of a block in evaluation: `block.attention.output.weight.div_(...)`.
+    """
+    paths: dict[type, tuple[str, ...]] = {}
+    for module in model.modules():
+        kind = plain_class(module)
+        if kind not in paths:
+            paths[kind] = tuple(f".{path}" for code in codes_of(module) for path in weights_written(code))
+        for name, part in module.named_modules() if paths[kind] else ():
+            if f".{name}.weight".endswith(paths[kind]) and is_linear(part):
+                yield kind.__name__, adapted(part)
 
 
 def _uses(model: nn.Module) -> Iterator[tuple[str, nn.Module, bool, bool]]:

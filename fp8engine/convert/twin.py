@@ -202,6 +202,20 @@ def dtypes_asked(code: CodeType) -> set[str]:
     return found
 
 
+@functools.cache
+def weights_written(code: CodeType) -> set[str]:
+    """Paths of weights that the code writes to: "out.weight" of `block.out.weight.div_(2)`, of whatever it names so."""
+    found, chain = set(), []
+    for each in dis.get_instructions(code):
+        if each.opname not in ("LOAD_ATTR", "LOAD_METHOD"):
+            chain = []
+            continue
+        if chain[1:] and chain[-1] == "weight" and each.argval.endswith("_") and each.argval != "requires_grad_":
+            found.add(".".join(chain))
+        chain = [*chain, each.argval]
+    return found
+
+
 def is_linear(module: nn.Module) -> bool:
     """Whether this multiplies by a weight matrix of its own, not stored as codes, perhaps under an adapter of peft."""
     layer: Any = adapted(module)

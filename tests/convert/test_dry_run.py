@@ -162,6 +162,7 @@ T5 = {"vocab_size": 64, "d_model": 32, "d_ff": 64, "d_kv": 16, "num_layers": 2, 
         ("Siglip2", TOWERS, {"out_proj"}, {"patch_embedding"}),
         ("Nemotron3_5TranscribeAudio", {}, set(), {"projection"}),
         ("GraniteSpeech", {}, set(), {"input_linear"}),
+        ("Rwkv", SIZE, set(), {"output", "value"}),
         ("Llama", {**SIZE, "num_attention_heads": 2}, set(), set()),
     ],
 )
