@@ -121,15 +121,15 @@ class Plan:
 
 
 def merge(plans: Sequence[Plan]) -> Plan:
-    """One plan of the plans of a model's scaling states: one for each device it is on, or each part made by hand.
+    """One plan of the plans of a model's scaling states: one for each device, each part made by hand, each copied one.
 
     Raises StateError where two of them have a layer of one name.
     """
     names = [name for plan in plans for name in plan.layers]
     if twice := sorted(name for name, count in Counter(names).items() if count > 1):
         raise StateError(
-            f"several layers made by hand are called {', '.join(twice)}, and a plan knows layers by their names; "
-            "save one of each part: fe.inspect(part).save_plan(path)"
+            f"several layers, made by hand or copied after fe.convert, are called {', '.join(twice)}, and a plan knows "
+            "layers by their names; save one of each part (fe.inspect(part).save_plan(path)), or copy before fe.convert"
         )
     layers = {name: shape for plan in plans for name, shape in plan.layers.items()}
     changes = sorted((change for plan in plans for change in plan.changes), key=lambda change: change.step)

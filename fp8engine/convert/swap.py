@@ -107,7 +107,7 @@ def convert(
         consumers = None
         if example_inputs is not None and any(isinstance(used, Auto) for _, used in trained):
             consumers = flow.record(model, example_inputs)
-        classes = {d.name: type(d.module) for d, _ in chosen if d.parameter == "weight"}
+        classes = {d.name or "Linear": type(d.module) for d, _ in chosen if d.parameter == "weight"}
         made, states = _swap(trained)
         record = Record({d.name: d.reason for d in decisions if d.recipe is None}, states, classes)
         controllers = attach(made, [d.shape for d, _ in trained], part=False)

@@ -50,19 +50,17 @@ def revert(model: Model) -> Model:
     """
     roots = _roots(model)
     for root, record in roots:
-        states = {id(state) for state in record.states}
         served = any(isinstance(module, Served) for module in root.modules())
-        for name, module in list(root.named_modules()):
-            kind, swapped = type(module), True
+        for module in list(root.modules()):
+            kind, swapped, known = type(module), True, nn.Module
             if isinstance(module, Float8Module):
-                swapped = id(module.numerics.state) in states  # else made by hand: its class stays
+                # Else made by hand: its class stays.  A copied part has a state of its own, which no record knows.
+                swapped = isinstance(module, Served) or module.numerics.state.watched
+                known = record.classes.get(module.numerics.name, known)  # that name may be an adapter's now
                 module.forget_copies()
                 vars(module).pop(READ, None)
-            plain = _plain_class(kind, swapped)
-            known = record.classes.get(name.removesuffix(".base_layer"), plain)  # an adapter took the name
-            if plain is not kind and issubclass(known, plain):
-                plain = known
-            if isinstance(module, Served) and swapped:
+            plain = _plain_class(kind, swapped, known)
+            if isinstance(module, Served):
                 restore(module, plain)
             elif plain is not kind:
                 change_class(module, plain)
@@ -105,8 +103,9 @@ def _roots(model: nn.Module) -> list[tuple[nn.Module, Record]]:
     return roots
 
 
-def _plain_class(kind: type[nn.Module], swapped: bool) -> type[nn.Module]:
-    """The class under those of ours; of a layer made by hand (not swapped), its own without the first forward's."""
-    while issubclass(kind, Watched) or (swapped and issubclass(kind, Mixin | Float8Module)):
-        kind = kind.plain if issubclass(kind, Mixin) else kind.__bases__[-1]  # of fe.Linear, nn.Linear
-    return kind
+def _plain_class(kind: type[nn.Module], swapped: bool, known: type[nn.Module]) -> type[nn.Module]:
+    """The class under those of ours, or its subclass `known`; of a layer made by hand (not swapped), its own."""
+    if issubclass(kind, Watched) or (swapped and issubclass(kind, Mixin | Float8Module)):
+        below = kind.plain if issubclass(kind, Mixin) else kind.__bases__[-1]  # of fe.Linear, nn.Linear
+        return _plain_class(below, swapped, known)
+    return known if issubclass(known, kind) else kind

@@ -183,7 +183,7 @@ class StateView(Mapping[str, SlotView]):
                     )
         if len(kept := state_dict.get("auto", [])) != len(self.controllers):
             raise StateError(
-                f'{len(kept)} states of "auto" saved, {len(self.controllers)} wanted: convert with the recipe of then'
+                f'{len(kept)} states of "auto" saved, {len(self.controllers)} wanted: convert, and copy parts, as then'
             )
         return slots, kept
 

@@ -1,5 +1,6 @@
 """Decisions saved and repeated, and a controller's state in a checkpoint: the same losses, bit for bit, ever after."""
 
+import copy
 import json
 
 import pytest
@@ -214,6 +215,16 @@ def test_a_plan_is_whole_or_not_there(tmp_path):
     with pytest.raises(StateError, match='no layer is under "auto"'):
         fe.inspect(plain("current")).save_plan(tmp_path / "plan.json")
     twice = nn.Sequential(fe.LayerNormLinear(WIDTH, WIDTH, recipe="auto"), fe.LayerNormLinear(WIDTH, 8, recipe="auto"))
-    with pytest.raises(StateError, match="several layers made by hand are called linear"):
+    with pytest.raises(StateError, match=r"several layers, made by hand or copied after .*, are called linear"):
         fe.inspect(twice).save_plan(tmp_path / "plan.json")
     assert not list(tmp_path.iterdir())
+
+
+def test_a_part_that_was_copied_after_conversion_has_a_state_of_its_own_and_messages_say_so(tmp_path):
+    model: nn.Sequential = converted(nn.Sequential(nn.Linear(WIDTH, WIDTH)), "auto")
+    model.append(copy.deepcopy(model[0]))
+    with pytest.raises(StateError, match=r"copied after fe.convert, are called 0, .* or copy before fe.convert"):
+        fe.inspect(model).save_plan(tmp_path / "plan.json")
+    fresh = converted(nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(2))), "auto")
+    with pytest.raises(StateError, match=r"2 states of \"auto\" saved, 1 wanted: convert, and copy parts, as then"):
+        fe.load_scaling_state_dict(fresh, fe.scaling_state_dict(model))

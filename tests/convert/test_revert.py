@@ -147,6 +147,26 @@ def test_parts_that_were_converted_by_themselves_and_layers_made_by_hand():
     assert mixed(torch.randn(2, 16)).shape == (2, 16)
 
 
+@pytest.mark.parametrize("frozen", [None, "fp8"])
+@pytest.mark.parametrize("copied", [copy.deepcopy, pickled])
+def test_a_part_that_was_copied_after_conversion_follows_the_rest(copied: Any, frozen: str | None):
+    """As depth up-scaling and peft's modules_to_save copy; a copy has a scaling state of its own."""
+    made = fe.Linear(32, 32, recipe="current")
+
+    def grown(model: Any, made: Any) -> Any:
+        model.transformer.h.append(copied(model.transformer.h[0]))
+        model.transformer.h[2].made = copied(made)
+        return model.requires_grad_(False)
+
+    kinds = [type(module) for module in grown(falcon(), made).modules()]
+    model = grown(converted(falcon().requires_grad_(False), "rowwise", frozen=frozen), made)
+    if not frozen:
+        again = converted(copied(model), "delayed")
+        assert {row["recipe"] for row in fe.inspect(again).layers} == {"delayed", "current", "none"}
+        assert len(fe.scaling_state(again).states) == 2, "one, and that of the layer made by hand"
+    assert [type(module) for module in fe.revert(model).modules()] == kinds
+
+
 @pytest.mark.usefixtures("group")
 def test_refusals():
     model, compiled = converted(Net(16)), converted(Net(16))
