@@ -284,7 +284,7 @@ def _obstacle(module: nn.Module) -> str | None:
         return f"{kind.__module__}.{kind.__name__} is not an nn.Linear (quantised by another library?)"
     if isinstance(module, nn.LazyLinear):
         return "its weight is made by its first forward: run the model once before fe.convert"
-    if not is_plain_linear(kind):
+    if not is_plain_linear(kind) and not is_parametrized(module, "weight"):
         return f"{kind.__name__} is a subclass of nn.Linear with code of its own"
     if "weight" not in module._parameters:
         return "its weight is computed (weight_norm, pruning or a parametrization)"

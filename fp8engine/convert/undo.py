@@ -104,8 +104,14 @@ def _roots(model: nn.Module) -> list[tuple[nn.Module, Record]]:
 
 
 def _plain_class(kind: type[nn.Module], swapped: bool, known: type[nn.Module]) -> type[nn.Module]:
-    """The class under those of ours, or its subclass `known`; of a layer made by hand (not swapped), its own."""
+    """The class under those of ours, or its subclass `known`; of a layer made by hand (not swapped), its own.
+
+    A module that was parametrized since has torch's class above ours, with its properties: the same above the plain.
+    """
+    if kind.__module__ == nn.utils.parametrize.__name__:
+        plain = _plain_class(kind.__bases__[0], swapped, known)
+        return kind if plain is kind.__bases__[0] else type(kind.__name__, (plain,), dict(vars(kind)))
     if issubclass(kind, Watched) or (swapped and issubclass(kind, Mixin | Float8Module)):
-        below = kind.plain if issubclass(kind, Mixin) else kind.__bases__[-1]  # of fe.Linear, nn.Linear
-        return _plain_class(below, swapped, known)
+        # Of fe.Linear, nn.Linear.
+        return _plain_class(kind.plain if issubclass(kind, Mixin) else kind.__bases__[-1], swapped, known)
     return known if issubclass(known, kind) else kind

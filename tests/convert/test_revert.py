@@ -12,6 +12,7 @@ import transformers as hf
 from support import Net, converted, same
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import parametrizations as P
 from transformers.pytorch_utils import Conv1D
 
 import fp8engine as fe
@@ -165,6 +166,24 @@ def test_a_part_that_was_copied_after_conversion_follows_the_rest(copied: Any, f
         assert {row["recipe"] for row in fe.inspect(again).layers} == {"delayed", "current", "none"}
         assert len(fe.scaling_state(again).states) == 2, "one, and that of the layer made by hand"
     assert [type(module) for module in fe.revert(model).modules()] == kinds
+
+
+@pytest.mark.parametrize("undo", [fe.revert, lambda model: converted(model, "current")])
+@pytest.mark.parametrize("put", [P.weight_norm, P.spectral_norm, P.orthogonal])
+def test_a_layer_that_was_parametrized_after_conversion_stays_so(put: Any, undo: Any):
+    model: Any = converted(nn.Sequential(nn.Linear(16, 16), nn.GELU(), Named()))
+    for layer in (model[0], model[2]):
+        put(layer)
+    x = torch.randn(4, 16)
+    model[0](x).sum().backward()
+    want = model.eval()[0].weight  # in training, spectral_norm's weight moves at every read
+    undo(nn.Sequential(model, nn.Linear(16, 16)))
+    assert not isinstance(model[0], fe.Linear)
+    assert same([model[0].weight], [want])
+    assert same([model[0](x)], [nn.functional.linear(x, want, model[0].bias)])
+    for layer, kind in ((model[0], nn.Linear), (model[2], Named)):
+        nn.utils.parametrize.remove_parametrizations(layer, "weight")
+        assert type(layer) is kind
 
 
 @pytest.mark.usefixtures("group")
