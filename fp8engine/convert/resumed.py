@@ -51,7 +51,7 @@ class Resumed:
                 return  # torch.distributed.checkpoint steps a fresh optimizer before it loads its state
             handle.remove()
             resumed.awaits = False
-            if any(optimizer.state.get(p) for p in mine):
+            if any(of and of.get("step", 1) > 0 for of in map(optimizer.state.get, mine)):  # Adagrad begins with a 0
                 resumed.warn(type(model).__name__)
 
         handle = register_optimizer_step_pre_hook(steps)

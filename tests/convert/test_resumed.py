@@ -19,6 +19,7 @@ import fp8engine as fe
 WIDTH = 32
 OPTIMIZERS: dict[str, Callable] = {
     "adamw": torch.optim.AdamW,
+    "adagrad": torch.optim.Adagrad,  # which has a state when it is made, of no step
     "momentum": lambda parameters: torch.optim.SGD(parameters, 0.1, momentum=0.9),
 }
 
@@ -110,18 +111,19 @@ def test_with_its_scaling_state_it_is_not(recipe: str, scaling: str):
     assert resumed(made(recipe), saved(recipe), scaling=scaling) == []
 
 
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("recipe", ["auto", "delayed"])
-def test_a_run_that_begins_is_not(recipe: str):
+def test_a_run_that_begins_is_not(recipe: str, optimizer: str):
     """Weights loaded to be trained further; an optimizer that trained before fe.convert; another model's optimizer."""
     kept, model = saved(recipe), made(recipe)
     model.load_state_dict(kept["model"])
     other = nn.Linear(WIDTH, WIDTH)
-    assert train(other, torch.optim.AdamW(other.parameters())) == []
-    assert train(model, torch.optim.AdamW(model.parameters())) == []
+    assert train(other, OPTIMIZERS[optimizer](other.parameters())) == []
+    assert train(model, OPTIMIZERS[optimizer](model.parameters())) == []
     plain = nn.Sequential(nn.Linear(WIDTH, WIDTH))
-    optimizer = torch.optim.AdamW(plain.parameters())
-    train(plain, optimizer)
-    assert train(converted(plain, recipe), optimizer) == []
+    stepping = OPTIMIZERS[optimizer](plain.parameters())
+    train(plain, stepping)
+    assert train(converted(plain, recipe), stepping) == []
 
 
 def test_nor_is_a_model_that_was_reverted():
