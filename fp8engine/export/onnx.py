@@ -98,7 +98,7 @@ def _check(model: nn.Module, opset: int) -> None:
     if bf16 := next((name for name, p in model.named_parameters() if p.dtype == torch.bfloat16), None):
         raise ConversionError(
             f"onnx.export: {bf16} is in BF16, for which onnxruntime on a CPU has no Mul: call model.float(), which "
-            "leaves FP8 weights as they are, or model.half()"
+            "leaves FP8 weights as they are, or model.half(), or load it by fe.hf.load(..., dtype=torch.float32)"
         )
     if (record := getattr(model, RECORD, None)) is not None:
         never_ran(record)

@@ -148,6 +148,19 @@ def test_16_bits(tmp_path):
     assert torch.equal(layer.weight.view(torch.uint8), codes.view(torch.uint8))
 
 
+@pytest.mark.slow
+def test_a_loaded_checkpoint_in_bf16_is_refused_with_a_way_that_goes(tmp_path):
+    """transformers lets nobody cast a model that it has loaded as quantised."""
+    fe.hf.export(tiny.llama().bfloat16(), tmp_path / "out", "rowwise")
+    model: Any = fe.hf.load(tmp_path / "out", dtype=torch.bfloat16).eval()
+    with pytest.raises(ConversionError, match=r"or load it by fe\.hf\.load\(\.\.\., dtype=torch\.float32\)"):
+        fe.onnx.export(model, (tiny.tokens(),), tmp_path / "model.onnx")
+    with pytest.raises(ValueError, match="not supported for quantized"):
+        model.float()
+    loaded = fe.hf.load(tmp_path / "out", dtype=torch.float32).eval()
+    fe.onnx.export(loaded, (tiny.tokens(),), tmp_path / "model.onnx")
+
+
 def test_auto_as_it_has_decided(tmp_path):
     """A row 10^4 times as large makes the first input per row: per tensor the others would be flushed to zero."""
     torch.manual_seed(0)
