@@ -101,6 +101,21 @@ def test_merging_computes_what_the_merged_weight_converted_afresh_computes(metho
         assert torch.equal(model.merge_and_unload()(x()), want), "merged a second time"
 
 
+def test_after_a_merge_on_a_card_the_model_is_told(monkeypatch: pytest.MonkeyPatch):
+    """The host reads nothing of a weight there, and LoRA's `weight.data += delta` moves neither counter nor address."""
+    monkeypatch.setattr("fp8engine.autograd.weight.fingerprint", lambda weight, whole: [])
+    model = adapted("lora", "convert first")
+    with torch.no_grad():
+        model(x())
+        model.merge_adapter()
+        fe.weights_changed(model)
+        merged = model(x())
+        assert torch.equal(merged, converted(adapted("lora").merge_and_unload())(x()))
+        model.unmerge_adapter()
+        fe.weights_changed(model)
+        assert not torch.equal(model(x()), merged)
+
+
 @pytest.mark.parametrize(("method", "order"), CASES)
 def test_adapters_get_the_gradients_of_the_plain_model_within_the_noise(method: str, order: str):
     gradients = []
