@@ -9,6 +9,7 @@ import torch
 from overflow_cases import Part, Times, first
 from scaled_run import scaled_step
 from torch import nn
+from torch.ao.quantization import MinMaxObserver
 
 import fp8engine as fe
 from fp8engine.amp.overflow import find_overflow
@@ -187,6 +188,28 @@ def test_tensors_in_dataclasses_are_seen():
             model(Held(x, []))
         assert first(watch, "layer", "operand") == found
         assert len(watch.findings) == 1
+
+
+HARMLESS: dict[str, Any] = {
+    "mask": nn.Parameter(torch.full((4, 4), -torch.inf).triu(1), requires_grad=False),
+    "observer": MinMaxObserver(),  # +Inf and -Inf until it is fed
+    "data": None,
+}
+
+
+@pytest.mark.parametrize("mode", ["counters", "ops"])
+@pytest.mark.parametrize("held", HARMLESS)
+@pytest.mark.parametrize("root", ["healthy", "backward", "forward"])
+def test_inf_and_nan_that_do_no_harm_hide_nothing(root: str, held: str, mode: str):
+    """A frozen mask, an observer without data and NaN that the model replaces are there before anything is computed."""
+    broken = {"healthy": lambda x: x, "backward": lambda x: (x * 0).abs().sqrt(), "forward": lambda x: x / 0}[root]
+    parts: Any = nn.Sequential(nn.Linear(4, 4), Part(broken), nn.Linear(4, 4))
+    model: Any = Part(lambda x: (parts(x.nan_to_num()) + getattr(model, "mask", 0)).softmax(-1), parts=parts)
+    setattr(model, held, HARMLESS[held])
+    found = watched(model, mode, torch.tensor([[torch.nan if held == "data" else 1.0, 2.0, 3.0, 4.0]] * 4))
+    assert [(one.layer, one.operand) for one in found] == {
+        "healthy": [], "backward": [("parts.1", "grad_input")], "forward": [("parts.1", "output")]
+    }[root]  # fmt: skip
 
 
 def test_the_op_is_told_after_any_number_of_overflows_that_did_no_harm():

@@ -1,8 +1,8 @@
 """Location of the overflows of a pass, in the first modules with finite inputs and an output that is not.
 
 Forward, each bad event points to the forward that made it:
-    a weight that is NaN or Inf before the pass       -> that weight; its module is a victim of the step before
-    an input of the model                             -> the data
+    a weight that became NaN or Inf before the pass   -> that weight; its module is a victim of the step before
+    one that was so from the beginning, or an input   -> that weight, or the data, once an output comes out bad by it
     an input of a module that nothing watched made    -> the forward around that module, between its parts
     an output                                         -> the module that returned it
 It is named if its own inputs were finite and nothing in it was named before.  Of a pass watched op by op the op that
@@ -37,7 +37,7 @@ class Seen:
     found: its findings, first in time first.  guess: what its gradients would have shown without their ops.
     ops: events of ops of the forward that made NaN or Inf, whether it did harm or not.  making, masking: calls with
     such an op, or with a mask, inside.  suspects: events of -Inf alone, of which nothing finite has come yet.
-    bad: readings of the forward.  bad_weights: layers that hold one.
+    bad: readings of the forward.  bad_weights, bad_inputs: what the model was given, which may do no harm.
     """
 
     found: list[Finding] = field(default_factory=list)
@@ -47,7 +47,8 @@ class Seen:
     masking: set[Call] = field(default_factory=set)
     suspects: list[Event] = field(default_factory=list)
     bad: set[Reading] = field(default_factory=set)
-    bad_weights: list[str] = field(default_factory=list)
+    bad_weights: list[Event] = field(default_factory=list)
+    bad_inputs: dict[Reading, Event] = field(default_factory=dict)
 
 
 class Locator:
@@ -60,6 +61,7 @@ class Locator:
         self._layers, self._compiled = layers, compiled
         self._seen = Seen()
         self._named: set[str] = set()  # weights
+        self._sound: set[str] = set()  # weights that were finite when they were read last
         self._stale: set[str] = set()  # parameters whose gradient was bad before: accumulating leaves it so
         self._masks: set[str] = set()  # modules that were seen to put in -Inf on purpose
         self._maybe_masks: set[str] = set()  # modules whose -Inf only their ops can tell from a mask
@@ -73,7 +75,7 @@ class Locator:
         """What a batch shows, its readings in numbers."""
         seen = self._seen = Seen()
         for event in batch.events:
-            if event.kind in ("weight", "buffer"):
+            if event.kind in ("weight", "frozen", "buffer"):
                 self._weight(event)
             elif event.kind == "op":
                 seen.ops.append(event)
@@ -96,17 +98,31 @@ class Locator:
         between a forward and its backward begins another batch.
         """
         calls = (call for event in batch.events if event.kind.startswith("grad_") for call in event.around())
-        return bool(self._seen.bad or self._seen.bad_weights) or any(call.overflowed for call in calls)
+        return bool(self._seen.bad) or any(call.overflowed for call in calls)
 
     def _weight(self, event: Event) -> None:
-        seen = self._seen
-        if event.reading.finite or (event.kind == "buffer" and event.reading.holds == "-Inf"):
-            return
-        layer = self._owner(event)
-        if not seen.bad_weights and event.name not in self._named:
-            seen.found.append(_finding(event, layer, "weight", parameter=event.name))
+        if event.reading.finite:
+            self._sound.add(event.name)
+        elif event.kind == "weight" or event.reading.holds != "-Inf":  # else a mask
+            if event.name in self._sound:  # of those that went bad together, the first
+                self._sound.discard(event.name)
+                if self._seen.found:
+                    self._named.add(event.name)
+                self._name_weight(event)
+            self._seen.bad_weights.append(event)
+
+    def _name_weight(self, event: Event) -> None:
+        if event.name not in self._named:
+            self._seen.found.append(_finding(event, self._owner(event), "weight", parameter=event.name))
         self._named.add(event.name)
-        seen.bad_weights.append(layer)
+
+    def _bad_weight(self, call: Call) -> Event | None:
+        """A bad weight that a call may have used: of its module, or a parameter of one inside; not those' buffers."""
+        for event in self._seen.bad_weights:
+            owner = self._owner(event)
+            if owner == call.name or (event.kind != "buffer" and inside(owner, call.name)):
+                return event
+        return None
 
     def _owner(self, parameter: Event) -> str:
         """The module that holds a parameter."""
@@ -127,7 +143,8 @@ class Locator:
         if not holds:
             seen.suspects = [one for one in seen.suspects if not _leads(one, maker)]
             return []
-        if maker.overflowed or not seen.bad.isdisjoint(maker.inputs):  # it passes on what was found
+        given_bad = any(given in seen.bad or given in seen.bad_inputs for given in maker.inputs)
+        if maker.overflowed or given_bad or self._bad_weight(maker):  # it passes on what was found
             return [event]
         if call.opwise and holds != "NaN":
             if maker in seen.making:
@@ -166,15 +183,24 @@ class Locator:
     def _name_maker(self, event: Event) -> None:
         """Add the finding of an overflow, if its maker was given nothing bad and nothing in it was found before."""
         seen, culprit = self._seen, event.maker
-        known = culprit.overflowed if culprit else bool(seen.bad)
+        if culprit is None:
+            seen.bad_inputs[event.reading] = event
+            return
+        known = culprit.overflowed
         for call in event.around():
             call.overflowed = True
         seen.bad.add(event.reading)
-        if known or any(inside(layer, culprit.name if culprit else "") for layer in seen.bad_weights):
+        if known:
             return
-        if culprit is None:
-            seen.found.append(_finding(event, "", "input"))
-        elif not any(reading.bad or reading in seen.bad for reading in culprit.inputs):
+        if any(reading.bad or reading in seen.bad for reading in culprit.inputs):
+            data = next((reading for reading in culprit.inputs if reading in seen.bad_inputs), None)
+            if data is not None:
+                seen.found.append(_finding(seen.bad_inputs[data], "", "input"))
+                seen.bad.update(seen.bad_inputs)
+                seen.bad_inputs.clear()
+        elif weight := self._bad_weight(culprit):
+            self._name_weight(weight)
+        else:
             made = [op for op in seen.ops if op.call is culprit]
             if made:
                 op = next((op for op in made if op.reading.bad), made[0])

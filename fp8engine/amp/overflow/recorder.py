@@ -153,12 +153,7 @@ class Recorder:
             self._rewatched[name] = left - 1
         opwise = self.always or left > 0
         self.trace.batch = Batch(opwise, {name for name, p in self._parameters if p.grad is None})
-        # Every pass: a write of a weight through .data, as some optimizers do, changes no version.
-        self._read("weight", self._parameters)
-        for path, module in self.layers:
-            for key, buffer in module._buffers.items():
-                if isinstance(buffer, torch.Tensor):
-                    self.trace.add("buffer", read(buffer), name=f"{path}.{key}" if path else key)
+        self._read_weights()
         self._read_scale()
         if opwise:
             if self.compiled:
@@ -167,6 +162,17 @@ class Recorder:
                 for path, module in self._inside_graphs:
                     self._hook(self._eager, path, module)
             self._ops.enter_context(OpMode(self.trace))
+
+    def _read_weights(self) -> None:
+        """Every pass: a write of a weight through .data, as some optimizers do, changes no version."""
+        self._read("weight", [(name, p) for name, p in self._parameters if p.requires_grad])
+        for name, p in self._parameters:
+            if not p.requires_grad:  # by themselves, because -Inf is a mask, which the reading of all does not tell
+                self.trace.add("frozen", read(p), name=name)
+        for path, module in self.layers:
+            for key, buffer in module._buffers.items():
+                if isinstance(buffer, torch.Tensor):
+                    self.trace.add("buffer", read(buffer), name=f"{path}.{key}" if path else key)
 
     def _read(self, kind: str, named: list[tuple[str, Any]]) -> None:
         """Read parameters or gradients, those that are there, and record them."""
