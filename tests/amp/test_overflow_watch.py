@@ -235,6 +235,22 @@ def test_a_gradient_that_was_bad_before_is_nobodys_fault_until_it_is_zeroed():
     assert len(watch.findings) == 1
 
 
+@pytest.mark.parametrize("mode", ["counters", "ops"])
+def test_a_layer_that_is_unfrozen_during_the_watch_is_watched(mode: str):
+    """FP16: dw = x^T dy sums 64 products of 3000 and 100."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).requires_grad_(False)
+    model[1].requires_grad_(True)
+    with find_overflow(model, mode=mode) as watch:
+        for large in (1e-3, 3e3, 3e3):
+            with torch.autocast("cpu", torch.float16):
+                loss = model(torch.full((64, 4), large)).float().sum() * 100
+            loss.backward()
+            model.zero_grad()
+            model[0].requires_grad_(True)
+            model[1].requires_grad_(False)
+    assert first(watch, "layer", "operand", "step") == ("0", "grad_weight", 1)
+
+
 def test_pin_names_and_pins_the_guilty_and_then_the_nearest_to_the_end(caplog):
     model, net = make(EXP, "nothing")
     net.blocks[0].part = Part(lambda x: x.half() * 0 + 8000)

@@ -65,6 +65,7 @@ class Recorder:
         self._rewatched: dict[str, int] = {}  # how many passes of an outermost call are still to be watched op by op
         self._known = Known()  # tensors of this pass
         self._inside_graphs: list[tuple[str, nn.Module]] = []
+        self._followed: set[int] = set()  # ids of the parameters whose gradients are watched
         self._accumulated: list[torch.Tensor] = []  # parameters whose gradients this backward has added to
         # What is undone when the ops of a pass end, when a pass run eagerly ends, and when the watch ends.
         self._ops, self._eager, self._attached = ExitStack(), ExitStack(), ExitStack()
@@ -80,9 +81,8 @@ class Recorder:
                 self._wrap_compiled(name, module)
             elif id(module) not in inside:
                 self._hook(self._attached, name, module)
-        for parameter in self.model.parameters():
-            if parameter.requires_grad and parameter.is_leaf:
-                self._attached.callback(parameter.register_post_accumulate_grad_hook(self._gradient).remove)
+        self._followed.clear()
+        self._follow_weights()
         self._read("grad_before", [(name, p.grad) for name, p in self._parameters if p.is_leaf])
         if self.scaler is not None:
             self._follow_scaler()
@@ -117,6 +117,13 @@ class Recorder:
                 self._leave(name, module, args, kwargs, output)
 
         self._replace(module, "_compiled_call_impl", call)
+
+    def _follow_weights(self) -> None:
+        """Hook the parameters that are trained by now: a layer may be unfrozen while it is watched."""
+        for _, parameter in self._parameters:
+            if parameter.requires_grad and parameter.is_leaf and id(parameter) not in self._followed:
+                self._followed.add(id(parameter))
+                self._attached.callback(parameter.register_post_accumulate_grad_hook(self._gradient).remove)
 
     def _follow_scaler(self) -> None:
         original = self.scaler.update
@@ -153,6 +160,7 @@ class Recorder:
             self._rewatched[name] = left - 1
         opwise = self.always or left > 0
         self.trace.batch = Batch(opwise, {name for name, p in self._parameters if p.grad is None})
+        self._follow_weights()
         self._read_weights()
         self._read_scale()
         if opwise:
