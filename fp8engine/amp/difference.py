@@ -96,8 +96,11 @@ class Call(NamedTuple):
     output: Any
 
     def tensors(self) -> list[torch.Tensor]:
-        """The floating tensors in the output, without their graphs; a later in-place function may still write them."""
-        return [tensor.detach() for tensor in floating(self.output)]
+        """The floating tensors in the output, without their graphs; a later in-place function may still write them.
+
+        Of a nested tensor its values, in one.
+        """
+        return [(tensor.values() if tensor.is_nested else tensor).detach() for tensor in floating(self.output)]
 
 
 @contextlib.contextmanager

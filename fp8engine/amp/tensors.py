@@ -35,10 +35,17 @@ def _version(tensor: torch.Tensor) -> int:
 
 
 def readable(tensor: torch.Tensor) -> torch.Tensor | None:
-    """The values to read: this rank's part, a complex number as two; None for integers and what holds no values."""
+    """The values to read: this rank's part, all of a nested tensor in one, a complex number as two.
+
+    None for integers and what holds no values.
+    """
     if hasattr(tensor, "to_local"):  # DTensor
         tensor = tensor.to_local()  # pyright: ignore[reportAttributeAccessIssue]
     tensor = tensor.detach()
+    if tensor.is_nested:
+        if not tensor.is_contiguous():  # what lies between its rows is nobody's
+            return None
+        tensor = tensor.values()
     if tensor.layout is torch.sparse_coo:
         tensor = tensor._values()
     if tensor.is_complex():

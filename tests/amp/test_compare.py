@@ -78,6 +78,16 @@ def test_one_element_that_overflows_is_counted_and_left_out_of_the_error():
     assert layer.sqnr_db == math.inf
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+def test_nested_tensors_are_compared_as_their_values(layout: torch.layout):
+    rows = [torch.randn(2, 4), torch.randn(3, 4)]
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+    given = torch.nested.nested_tensor(rows, layout=layout), torch.cat(rows)
+    nested, flat = (compare(model, x).layers for x in given)
+    assert [layer.error for layer in nested] == [layer.error for layer in flat]
+
+
 def test_a_function_in_place_afterwards_does_not_reach_back():
     model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(inplace=True))
     found = {layer.name: layer.error for layer in compare(model, torch.randn(4, 8)).layers}

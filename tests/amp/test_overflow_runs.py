@@ -152,6 +152,22 @@ def test_a_watch_can_run_again_and_a_buffer_gone_bad_is_named_as_a_weight():
     assert watch.report().passes == 3
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+@pytest.mark.parametrize("mode", ["counters", "ops"])
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+def test_nested_tensors_are_read(layout: torch.layout, mode: str):
+    """torch's own encoder evaluates a batch with a padding mask in one."""
+    encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, 32, batch_first=True), 2).eval()
+    with find_overflow(encoder, mode=mode) as watch, torch.no_grad():
+        encoder(torch.randn(2, 3, 16), src_key_padding_mask=torch.tensor([[False, False, True], [False] * 3]))
+    assert watch.first() is None
+    model = nn.Sequential(nn.Linear(4, 4), Part(lambda x: x * 1e38 * 1e38), nn.Linear(4, 4))
+    rows = [torch.ones(2, 4), torch.ones(3, 4)]
+    with find_overflow(model, mode=mode) as watch, torch.no_grad():
+        model(torch.nested.nested_tensor(rows, layout=layout))
+    assert first(watch, "layer", "operand") == ("1", "output")
+
+
 def test_names_are_those_of_the_model_before_it_was_wrapped():
     inner = nn.ModuleDict({"module": nn.Sequential(nn.Linear(2, 2))})
     part: Any = torch.compile(inner)
