@@ -58,6 +58,35 @@ def test_a_mask_that_did_no_harm_is_not_blamed_for_what_overflows_after_it():
         assert [one.layer for one in watch.findings] == [layer]
 
 
+FARTHEST: dict[str, nn.Module] = {
+    "pad": nn.Sequential(nn.ConstantPad1d(1, -torch.inf), nn.MaxPool1d(3, 1)),
+    "threshold": nn.Sequential(nn.Threshold(0.0, -torch.inf), Part(lambda x: x.amax(-1, keepdim=True))),
+    "not to itself": nn.Sequential(
+        Part(lambda x: torch.cdist(x, x) + torch.diag(torch.full((len(x),), torch.inf))), Part(lambda x: x.amin(-1))
+    ),
+}
+
+
+@pytest.mark.parametrize("mode", ["counters", "ops"])
+@pytest.mark.parametrize("name", FARTHEST)
+def test_a_layer_that_puts_in_inf_on_purpose_is_not_guilty(name: str, mode: str):
+    model = nn.Sequential(nn.Linear(4, 4), FARTHEST[name])
+    with find_overflow(model, mode=mode) as watch:
+        for _ in range(4):
+            model(torch.eye(4)).sum().backward()
+    assert watch.findings == watch.pin(1) == []
+    assert "no NaN and no Inf" in str(watch.report())
+    assert "over" not in str(watch.report()).split()
+
+
+def test_a_layer_that_overflowed_once_stays_guilty_although_it_masks_too():
+    part = Part(lambda x: torch.where(x > 0, (x * 1e3).exp(), -torch.inf))
+    with find_overflow(nn.Sequential(part)) as watch:
+        for x in (1.0, -1.0, -1.0):
+            watch.model(torch.tensor([1.0, x]) if x > 0 else torch.tensor([x]))
+    assert first(watch, "layer", "step", "op") == ("0", 0, None)
+
+
 class Named(Times):
     """Stores what it likes on its ctx, which is the node of the autograd graph: names of the node's own methods."""
 

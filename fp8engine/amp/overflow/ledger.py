@@ -64,6 +64,9 @@ class Ledger:
     def enter(self, batch: Batch, seen: Seen) -> bool:
         """Enter what was found in a batch; returns whether an overflow came whose op is to be found."""
         passed = self._passed_steps(batch)
+        for layer in seen.cleared:
+            entry = self._by_place.pop((layer, "output"), None)
+            self.entries = [one for one in self.entries if one is not entry]
         entries = [self._enter(finding, seen.guess) for finding in seen.found]
         if any(entry.finding.operand == "weight" for entry in entries):
             for entry in self._latest:

@@ -7,7 +7,8 @@ Forward, each bad event points to the forward that made it:
     an output                                         -> the module that returned it
 It is named if its own inputs were finite and nothing in it was named before.  Of a pass watched op by op the op that
 made it is known too.  -Inf alone is a mask until an op is seen to have made it, or until what comes of it is NaN or
-+Inf, except from layers of torch.nn without parts, which mask nothing: Linear, convolutions, norms.
++Inf, except from layers of torch.nn with weights, which mask nothing: Linear, convolutions, norms.  A layer that was
+named for an Inf which its ops then show to be a mask is named no longer.
 
 Backward, if the forward was finite and a bad gradient arrives at a weight or leaves the model: where the pass was
 watched op by op, the first node of the autograd graph that made a bad gradient of good ones.  Otherwise only the
@@ -19,6 +20,7 @@ neighbourhood is known, and the finding is marked as a guess:
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,10 +36,11 @@ from fp8engine.amp.overflow.trace import Batch, Call, Event
 class Seen:
     """What a batch has shown so far.
 
-    found: its findings, first in time first.  guess: what its gradients would have shown without their ops.
-    ops: events of ops of the forward that made NaN or Inf, whether it did harm or not.  making, masking: calls with
-    such an op, or with a mask, inside.  suspects: events of -Inf alone, of which nothing finite has come yet.
-    bad: readings of the forward.  bad_weights, bad_inputs: what the model was given, which may do no harm.
+    found: its findings, first in time first.  guess: what its gradients would have shown without their ops.  ops:
+    events of ops of the forward that made NaN or Inf, whether it did harm or not.  making, masking: calls with such an
+    op, or with a mask, inside.  cleared: layers that were named for what is a mask.  suspects: events of -Inf alone, of
+    which nothing finite has come yet.  bad: readings of the forward.  bad_weights, bad_inputs: what the model was
+    given, which may do no harm.
     """
 
     found: list[Finding] = field(default_factory=list)
@@ -45,6 +48,7 @@ class Seen:
     ops: list[Event] = field(default_factory=list)
     making: set[Call] = field(default_factory=set)
     masking: set[Call] = field(default_factory=set)
+    cleared: set[str] = field(default_factory=set)
     suspects: list[Event] = field(default_factory=list)
     bad: set[Reading] = field(default_factory=set)
     bad_weights: list[Event] = field(default_factory=list)
@@ -63,8 +67,9 @@ class Locator:
         self._named: set[str] = set()  # weights
         self._sound: set[str] = set()  # weights that were finite when they were read last
         self._stale: set[str] = set()  # parameters whose gradient was bad before: accumulating leaves it so
-        self._masks: set[str] = set()  # modules that were seen to put in -Inf on purpose
-        self._maybe_masks: set[str] = set()  # modules whose -Inf only their ops can tell from a mask
+        self._masks: set[tuple[str, str]] = set()  # modules that were seen to put in "Inf" or "-Inf" on purpose
+        self._maybe_masks: set[tuple[str, str]] = set()  # modules whose -Inf only their ops can tell from a mask
+        self._blamed: defaultdict[str, set[str]] = defaultdict(set)  # by module, what it was named for without its op
 
     @property
     def undecided(self) -> bool:
@@ -150,16 +155,20 @@ class Locator:
             if maker in seen.making:
                 return [event]
             if holds == "-Inf" or maker in seen.masking:
-                self._masks.add(maker.name)
+                self._masks.add((maker.name, holds))
+                if self._blamed[maker.name] == {holds}:
+                    seen.cleared.add(maker.name)
                 return []
+        if holds == "Inf" and (maker.name, holds) in self._masks:
+            return []
         if holds != "-Inf":
             return [*self._led_to(event), event]
         passed_on = event.kind == "input" or any(given.inf for given in call.inputs)
-        if not passed_on and type(call.module).__module__.startswith("torch.nn.modules") and self._is_leaf(call.name):
+        if not passed_on and type(call.module).__module__.startswith("torch.nn.modules") and call.module._parameters:
             return [event]
         seen.suspects.append(event)
         if not passed_on:
-            self._maybe_masks.add(call.name)
+            self._maybe_masks.add((call.name, holds))
         return []
 
     def _led_to(self, event: Event) -> list[Event]:
@@ -176,7 +185,7 @@ class Locator:
     def _may_overflow(self, event: Event) -> bool:
         """Whether the maker of -Inf was given finite numbers, of which it can have made it, and no mask."""
         call = event.call
-        if call is None or event.kind != "output" or call.name in self._masks:
+        if call is None or event.kind != "output" or (call.name, event.reading.holds) in self._masks:
             return False
         return any(given.taken for given in call.inputs) and not any(given.inf for given in call.inputs)
 
@@ -206,6 +215,7 @@ class Locator:
                 op = next((op for op in made if op.reading.bad), made[0])
                 seen.found.append(_finding(event, culprit.name, **op.made))
             else:
+                self._blamed[culprit.name].add(event.reading.holds)
                 seen.found.append(_finding(event, culprit.name, "output", input_amax=largest(culprit.inputs)))
 
     def _backward(self, batch: Batch) -> tuple[Finding | None, Finding | None]:

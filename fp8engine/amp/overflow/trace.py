@@ -44,8 +44,8 @@ class Event:
     (as accumulated so far), "grad_before" (what was there when the watch began); "weight", "frozen" (one that is not
     trained), "buffer", "scale"; or what an op of a pass watched op by op made: "op", NaN or Inf of inputs without;
     "node", the same in the backward, and "hidden", what a node was given there and did not pass on; "mask", an Inf that
-    was among an op's arguments. name: of the layer or parameter. scale: the loss scale's reading, where there is a
-    scaler. made: of an "op" or a "node", operand, op, input_amax and parameter of its Finding.
+    was among an op's arguments.  name: of the layer or parameter.  scale: the loss scale's reading, where there is a
+    scaler.  made: of an "op" or a "node", operand, op, input_amax and parameter of its Finding.
     """
 
     kind: str

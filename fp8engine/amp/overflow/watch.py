@@ -168,6 +168,8 @@ class OverflowWatch:
         for finding in seen.found:
             if finding.layer is not None:
                 self.layers[finding.layer].name_for(finding)
+        for name in seen.cleared:
+            self.layers[name].made = 0.0
         came = self._ledger.enter(batch, seen)
         if not batch.opwise and (came or self._locator.undecided):
             self._recorder.rewatch(True)
