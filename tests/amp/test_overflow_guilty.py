@@ -87,6 +87,17 @@ def test_a_layer_that_overflowed_once_stays_guilty_although_it_masks_too():
     assert first(watch, "layer", "step", "op") == ("0", 0, None)
 
 
+@pytest.mark.parametrize("mode", ["counters", "ops"])
+@pytest.mark.parametrize("least", [-20.0, 20.0])
+def test_the_log_of_a_probability_of_zeros_and_ones_is_no_mask(least: float, mode: str):
+    """-log p of a p that is 0 or 1 in FP16: +Inf gets out.  Where p is 0 alone there is no mask to take."""
+    part = Part(lambda x: torch.log(torch.sigmoid(x.half())) * (-1.0 if least > 0 else 1.0))
+    with find_overflow(nn.Sequential(part), mode=mode) as watch:
+        for _ in range(2):
+            watch.model(torch.tensor([-20.0, least]))
+    assert [(one.layer, one.operand, one.op) for one in watch.findings] == [("0", "output", "log")]
+
+
 class Named(Times):
     """Stores what it likes on its ctx, which is the node of the autograd graph: names of the node's own methods."""
 

@@ -37,10 +37,10 @@ class Seen:
     """What a batch has shown so far.
 
     found: its findings, first in time first.  guess: what its gradients would have shown without their ops.  ops:
-    events of ops of the forward that made NaN or Inf, whether it did harm or not.  making, masking: calls with such an
-    op, or with a mask, inside.  cleared: layers that were named for what is a mask.  suspects: events of -Inf alone, of
-    which nothing finite has come yet.  bad: readings of the forward.  bad_weights, bad_inputs: what the model was
-    given, which may do no harm.
+    events of ops of the forward that made NaN or Inf, whether it did harm or not, or a mask.  making, masking: calls
+    with such an op, or with a mask, inside.  cleared: layers that were named for what is a mask.  suspects: events of
+    -Inf alone, of which nothing finite has come yet.  bad: readings of the forward.  bad_weights, bad_inputs: what the
+    model was given, which may do no harm.
     """
 
     found: list[Finding] = field(default_factory=list)
@@ -82,9 +82,10 @@ class Locator:
         for event in batch.events:
             if event.kind in ("weight", "frozen", "buffer"):
                 self._weight(event)
-            elif event.kind == "op":
+            elif event.kind in ("op", "log"):
                 seen.ops.append(event)
-                seen.making.update(event.around())
+                if event.kind == "op":
+                    seen.making.update(event.around())
             elif event.kind == "mask":
                 seen.masking.update(event.around())
             elif event.kind in ("input", "output"):

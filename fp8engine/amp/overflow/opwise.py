@@ -4,9 +4,9 @@
     an op creates Inf:  no input holds Inf and none is among its arguments, its output does
 
 So an op that passes on what it was given is never named, nor is a mask: masked_fill(mask, -inf), where(mask, -inf, x),
-full(-inf) and the log of zeros and ones put in an Inf on purpose, and what adds a mask has an Inf among its
-inputs.  Whether what an op created did any harm is seen in the modules' outputs (locate.py): log(0) behind a `where`
-does none.
+full(-inf) and the log of zeros and ones, while it is -Inf, put in an Inf on purpose, and what adds a mask has an Inf
+among its inputs.  Whether what an op created did any harm is seen in the modules' outputs (locate.py): log(0) behind a
+`where` does none.
 
 Forward, a TorchDispatchMode sees the ops that really run: casts of autocast, the parts of a fused function.  Backward,
 each node of the autograd graph gets a hook that sees the gradients going in and out, in whichever thread runs it; a
@@ -65,7 +65,7 @@ class OpMode(TorchDispatchMode):
                 after = self._read(tensor)
                 made = creates(before, inf_given, after)
                 log_of_mask = made == "-Inf" and name in ("log", "log_") and _zeros_and_ones(given)
-                if log_of_mask or (inf_given and after.inf):
+                if inf_given and after.inf:
                     self._trace.add("mask", after, call)
                 elif made is not None and self._kept[call] < ENOUGH:
                     self._kept[call] += 1
@@ -73,7 +73,7 @@ class OpMode(TorchDispatchMode):
                     amax = math.nan if codes else largest(before)  # beside FP8 codes only their scales are read
                     cast = self._cast(given, after) if name == "_to_copy" else {}
                     told = {"operand": "output", "op": name, "input_amax": amax} | cast
-                    self._trace.add("op", after, call, made=told)
+                    self._trace.add("log" if log_of_mask else "op", after, call, made=told)
         return output
 
     def _read(self, tensor: torch.Tensor) -> Reading:
@@ -98,7 +98,7 @@ def creates(before: Sequence[Reading], inf_given: bool, after: Reading) -> str |
 
 
 def _zeros_and_ones(given: list[torch.Tensor]) -> bool:
-    return all(bool(((x == 0) | (x == 1)).all()) for x in given)
+    return all(bool(((x == 0) | (x == 1)).all() and (x == 1).any()) for x in given)
 
 
 # Nodes of the autograd graph are asked by their type: what an autograd Function stores on its ctx, `ctx.name` say, is

@@ -43,9 +43,10 @@ class Event:
     kind: "input", "output"; "grad_output", "grad_input" (of the tensor whose own reading is `source`); "grad_weight"
     (as accumulated so far), "grad_before" (what was there when the watch began); "weight", "frozen" (one that is not
     trained), "buffer", "scale"; or what an op of a pass watched op by op made: "op", NaN or Inf of inputs without;
-    "node", the same in the backward, and "hidden", what a node was given there and did not pass on; "mask", an Inf that
-    was among an op's arguments.  name: of the layer or parameter.  scale: the loss scale's reading, where there is a
-    scaler.  made: of an "op" or a "node", operand, op, input_amax and parameter of its Finding.
+    "node", the same in the backward, and "hidden", what a node was given there and did not pass on; "log", -Inf of
+    zeros and ones; "mask", an Inf that was among an op's arguments.  name: of the layer or parameter.  scale: the loss
+    scale's reading, where there is a scaler.  made: of an "op" or a "node", operand, op, input_amax and parameter of
+    its Finding.
     """
 
     kind: str

@@ -164,7 +164,8 @@ class OverflowWatch:
                 self.layers[event.name].add(event)
         seen = self._locator.locate(batch)
         if not seen.found:  # what ops made and no module's output shows: 1 / Inf is 0
-            self.hidden.update((event.name, event.made["op"], event.reading.holds) for event in seen.ops)
+            ops = (event for event in seen.ops if event.kind == "op")
+            self.hidden.update((event.name, event.made["op"], event.reading.holds) for event in ops)
         for finding in seen.found:
             if finding.layer is not None:
                 self.layers[finding.layer].name_for(finding)
