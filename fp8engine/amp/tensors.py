@@ -6,9 +6,11 @@ import copy
 import dataclasses
 import weakref
 from collections.abc import Iterator
+from types import ModuleType
 from typing import Any
 
 import torch
+from torch import nn
 
 from fp8engine._torch import is_functorch_wrapped_tensor, tree_leaves, tree_map
 
@@ -57,19 +59,23 @@ def readable(tensor: torch.Tensor) -> torch.Tensor | None:
     return None if tensor.device.type == "meta" or is_functorch_wrapped_tensor(tensor) else tensor
 
 
-def tensors(tree: Any, around: tuple[int, ...] = ()) -> Iterator[torch.Tensor]:
+def tensors(tree: Any, around: tuple[int, ...] = (), objects: bool = False) -> Iterator[torch.Tensor]:
     """Every tensor in nested tuples, lists, dicts (a Hugging Face output is a dict) and dataclasses, in order.
 
-    around: ids of what holds the tree, which it may hold in turn.
+    around: ids of what holds the tree, which it may hold in turn.  objects: also in what other objects hold, but not in
+    objects that those hold.
     """
     if isinstance(tree, torch.Tensor):
         yield tree
     elif isinstance(tree, (tuple, list)):
         for value in tree:
-            yield from tensors(value, around)
+            yield from tensors(value, around, objects)
     else:
-        for value in (tree if isinstance(tree, dict) else _fields(tree, around)).values():
-            yield from tensors(value, (*around, id(tree)))
+        held = tree if isinstance(tree, dict) else _fields(tree, around)
+        if objects and not held:
+            held, objects = _attributes(tree), False
+        for value in held.values():
+            yield from tensors(value, (*around, id(tree)), objects)
 
 
 def _fields(value: Any, around: tuple[int, ...]) -> dict[str, Any]:
@@ -77,6 +83,12 @@ def _fields(value: Any, around: tuple[int, ...]) -> dict[str, Any]:
     if not dataclasses.is_dataclass(value) or isinstance(value, (type, dict)) or id(value) in around:
         return {}
     return {field.name: getattr(value, field.name, None) for field in dataclasses.fields(value)}
+
+
+def _attributes(value: Any) -> dict[str, Any]:
+    """What an object holds by name, a SimpleNamespace or UserDict say; nothing of a module of torch's or Python's."""
+    held = getattr(value, "__dict__", None)
+    return held if type(held) is dict and not isinstance(value, (nn.Module, ModuleType)) else {}
 
 
 def floating(tree: Any) -> list[torch.Tensor]:

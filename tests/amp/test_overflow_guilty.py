@@ -1,7 +1,8 @@
 """find_overflow names the layer, the operation and the pass that did it, and not what comes after or did no harm."""
 
-from collections import OrderedDict
+from collections import OrderedDict, UserDict
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -214,6 +215,17 @@ class Held:
 
     x: torch.Tensor
     rest: list
+
+
+@pytest.mark.parametrize("mode", ["counters", "ops"])
+@pytest.mark.parametrize("kind", [SimpleNamespace, UserDict])
+def test_tensors_in_plain_objects_are_seen(kind: type, mode: str):
+    get = lambda held: held["x"] if kind is UserDict else held.x  # noqa: E731
+    exp = Part(lambda x: kind(x=torch.exp(x + 99), y=[x]))
+    root = Part(lambda x: kind(x=torch.sqrt(x * 0), y=[x]))
+    for part, found in ((exp, ("1", "output", "exp")), (root, ("1", "grad_input", "SqrtBackward0"))):
+        model = nn.Sequential(nn.Linear(4, 4), part, Part(get), nn.Linear(4, 4))
+        assert [(one.layer, one.operand, one.op) for one in watched(model, mode, torch.ones(2, 4))] == [found]
 
 
 def test_tensors_in_dataclasses_are_seen():

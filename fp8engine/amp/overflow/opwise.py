@@ -112,7 +112,7 @@ def _is_end(node: Any) -> bool:
 
 def watch_nodes(call: Call, output: Any, trace: Trace) -> None:
     """Hook the nodes of the autograd graph that this call made, and that no call inside it has taken yet."""
-    pending: list[Any] = [x.grad_fn for x in tensors(output)]
+    pending: list[Any] = [x.grad_fn for x in tensors(output, objects=True)]
     seen: set[Any] = {None}
     while pending:
         node = pending.pop()

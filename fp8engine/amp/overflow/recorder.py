@@ -234,7 +234,7 @@ class Recorder:
         """The readings of an "input" or "output" of a call; those not known yet are recorded, their gradients too."""
         found = []
         with self.trace.quiet():
-            for tensor in tensors(given):
+            for tensor in tensors(given, objects=True):
                 reading = self._known.find(tensor)
                 # A tensor of inference mode counts no versions: the call may have written in place what it was given.
                 unsure = kind == "output" and tensor.is_inference() and reading in call.inputs
