@@ -218,6 +218,16 @@ def test_weights_made_bad_by_the_step_are_named_once_after_the_cause():
     assert [f.operand for f in watch.findings].count("weight") == 1
 
 
+def test_weights_made_bad_by_the_last_step_are_seen():
+    model = nn.Sequential(nn.Linear(4, 4))
+    optimizer = torch.optim.SGD(model.parameters(), 1e38)
+    with find_overflow(model) as watch:
+        (model(torch.ones(2, 4)) * 1e3).sum().backward()
+        optimizer.step()
+    assert first(watch, "layer", "operand", "parameter", "step") == ("0", "weight", "0.weight", 0)
+    assert len(watch.findings) == 1
+
+
 def test_a_gradient_that_was_bad_before_is_nobodys_fault_until_it_is_zeroed():
     model, _ = make(SQRT, "nothing")
     step(model, SQRT)

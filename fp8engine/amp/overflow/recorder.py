@@ -87,12 +87,15 @@ class Recorder:
         if self.scaler is not None:
             self._follow_scaler()
 
-    def detach(self) -> None:
-        """Unhook it, whatever went wrong in between, and seal the last batch."""
+    def detach(self, failed: bool) -> None:
+        """Unhook it and seal the last batch, whatever went wrong; if nothing has, read what the last step wrote."""
         self.trace.closed = True
         for undone in (self._ops, self._eager, self._attached):
             undone.close()
         self.trace.seal()
+        if self.passes and not failed:
+            self._read_weights()
+            self.trace.seal()
 
     def rewatch(self, wanted: bool) -> None:
         """Watch the next passes of each outermost call op by op, until a backward has come; or no longer."""

@@ -65,7 +65,7 @@ class OverflowWatch:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        self._recorder.detach()
+        self._recorder.detach(failed=exc[0] is not None)
         if exc[0] is None and not self._recorder.passes and self._recorder.backwards:
             warnings.warn(
                 "find_overflow saw gradients and no forward: the model ran inside a compiled graph that it was not "
