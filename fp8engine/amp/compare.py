@@ -48,7 +48,8 @@ class LayerError:
     """One call of one module, in both precisions.
 
     name: its path; "" is the model.  call: 0 for its first call.  dtypes: of its output, low and high.
-    error: relative, inf where y_high is 0 and y_low not; sqnr_db: the same in decibels; None where nothing compares.
+    error: relative, inf where y_high is 0 and y_low not; sqnr_db: the same in decibels; None where nothing compares or
+    no element is finite in both.
     nonfinite_low, nonfinite_high: NaN and Inf elements.  note: why nothing could be compared, or "".
     """
 
@@ -248,7 +249,8 @@ def _layer(key: Key, module: nn.Module, low: list[torch.Tensor] | None, high: li
     difference = Difference()
     for ours, theirs in zip(low, high, strict=True):
         difference.add(ours, theirs)
-    return LayerError(*start, difference.error, difference.nonfinite_low, difference.nonfinite_high)
+    bad = difference.nonfinite_low, difference.nonfinite_high
+    return LayerError(*start, difference.error if difference.finite or not any(bad) else None, *bad)
 
 
 def _device_type(model: nn.Module, inputs: Any) -> str:

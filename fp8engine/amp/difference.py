@@ -25,8 +25,9 @@ from fp8engine.amp.tensors import floating
 class Difference:
     """Sums of squares of a reference (signal) and of the deviation from it (noise), over one or more tensors.
 
-    nonfinite_low, nonfinite_high: how many elements are NaN or Inf.  pairs: how many tensors were added.  comparable:
-    each had its counterpart, of its own shape; where one had not, the others say nothing.
+    nonfinite_low, nonfinite_high: how many elements are NaN or Inf.  finite: how many are neither, in both.  pairs: how
+    many tensors were added.  comparable: each had its counterpart, of its own shape; where one had not, the others say
+    nothing.
 
     >>> difference = Difference()
     >>> difference.add(torch.tensor([1.0, 2.5]), torch.tensor([1.0, 2.0]))
@@ -40,6 +41,7 @@ class Difference:
     nonfinite_high: int = 0
     pairs: int = 0
     comparable: bool = True
+    finite: int = 0
 
     def add(self, low: torch.Tensor, high: torch.Tensor | None, rows: int | None = None) -> None:
         """Add two tensors, high None where its run has none.  rows: to convert to FP64 at once, by default all."""
@@ -57,6 +59,7 @@ class Difference:
                 got, want = got[both], want[both]
             self.noise += (got - want).square().sum().item()
             self.signal += want.square().sum().item()
+            self.finite += want.numel()
             self.nonfinite_low += wrong_low
             self.nonfinite_high += wrong_high
 

@@ -78,6 +78,13 @@ def test_one_element_that_overflows_is_counted_and_left_out_of_the_error():
     assert layer.sqnr_db == math.inf
 
 
+def test_a_layer_without_a_finite_element_has_no_error():
+    found = compare(nn.Sequential(scale(1e6), nn.ReLU()), torch.ones(2, 4, dtype=torch.float16))
+    assert [(layer.error, layer.sqnr_db, layer.nonfinite_low) for layer in found.layers] == [(None, None, 8)] * 3
+    assert found.first() is found.layers[0]
+    assert "inf" not in str(found)
+
+
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
 @pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
 def test_nested_tensors_are_compared_as_their_values(layout: torch.layout):
