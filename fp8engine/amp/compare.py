@@ -139,7 +139,8 @@ def compare(
     lists: for autocast in a 16-bit run.  threshold: relative error from which a layer diverges; by default 32
     roundings of `low`, 16 eps: 1.6e-2 for FP16, 0.125 for BF16.
     The model stays in its mode, training or not, without gradients.  Outputs of the high run are kept until the low
-    run has passed: one forward's activations.  An attention kernel's own dropout may draw other numbers on CUDA.
+    run has passed: one forward's activations.  An attention kernel's own dropout may draw other numbers on CUDA.  What
+    a forward writes into a list, a dict or a tensor that is a plain attribute of a module, no buffer, stays there.
 
     Raises UnsupportedDtype (low or high is no floating dtype that runs), StateError (CPU and CUDA in one model).
 
