@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from op_counts import WAITS, Counted
-from overflow_cases import BY_NAME, HEALTHY, PART, Part, first, make, step
+from overflow_cases import BY_NAME, HEALTHY, PART, Case, Part, first, make, step
 from scaled_run import scaled_step
 from torch import nn
 
@@ -207,14 +207,15 @@ def test_an_overflow_that_does_not_come_again_keeps_its_layer_and_has_no_op():
     assert 'or by mode="ops"' in str(watch.first())
 
 
-def test_weights_made_bad_by_the_step_are_named_once_after_the_cause():
-    model, _ = make(EXP, "nothing")
+@pytest.mark.parametrize("case", [EXP, SQRT], ids=str)
+def test_weights_made_bad_by_the_step_are_named_once_after_the_cause(case: Case):
+    model, _ = make(case, "nothing")
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     with find_overflow(model) as watch:
         for _ in range(4):  # no scaler: NaN gradients reach the weights
-            step(model, EXP)
+            step(model, case)
             optimizer.step()
-    assert first(watch, "layer", "operand", "step") == (PART, "output", 0)
+    assert first(watch, "layer", "operand", "step") == (PART, case.operand, 0)
     assert [f.operand for f in watch.findings].count("weight") == 1
 
 

@@ -110,9 +110,9 @@ class Locator:
         if event.reading.finite:
             self._sound.add(event.name)
         elif event.kind == "weight" or event.reading.holds != "-Inf":  # else a mask
-            if event.name in self._sound:  # of those that went bad together, the first
+            if event.name in self._sound:
                 self._sound.discard(event.name)
-                if self._seen.found:
+                if any(one.name in self._named for one in self._seen.bad_weights):  # a victim of that one
                     self._named.add(event.name)
                 self._name_weight(event)
             self._seen.bad_weights.append(event)
