@@ -34,7 +34,7 @@ from fp8engine.amp.mixed import in_fp32, mixed, reduced
 from fp8engine.amp.pin import CONTAINERS, check_own_forward, is_pinned, pin_fp32
 from fp8engine.amp.scaled import ScaledOptimizer
 from fp8engine.amp.scaler import GradScaler
-from fp8engine.amp.tensors import NARROW, SIXTEEN_BIT, cast_all, device_type
+from fp8engine.amp.tensors import NARROW, SIXTEEN_BIT, Lent, cast_all, device_type
 from fp8engine.amp.wrapped import is_wrapped, parameters_of
 from fp8engine.errors import ConversionError, LossScaleError, OptimizerError, UnknownName, UnsupportedDtype
 
@@ -63,10 +63,13 @@ class Decorated:
         """The model's own forward in mixed precision; an output in 16 bits is returned in FP32."""
         how, where = self._fp8engine_amp, device_type(self, (args, kwargs))
         dtype = torch.float32 if in_fp32(where) else how.dtype
+        lent: list[Lent] = []
         if how.level == "O2":  # as the weights take it
-            args, kwargs = cast_all((args, kwargs), NARROW, dtype)
+            args, kwargs = cast_all((args, kwargs), NARROW, dtype, lent)
         with autocast(where, dtype, dtype in SIXTEEN_BIT, lists=how.lists):
             output = super().forward(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
+        for one in lent:
+            one.write_back()
         return cast_all(output, SIXTEEN_BIT, torch.float32)
 
     def __reduce_ex__(self, protocol: Any) -> Any:

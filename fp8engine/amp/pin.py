@@ -19,7 +19,7 @@ from torch import nn
 from torch.func import functional_call
 
 from fp8engine.amp.mixed import fp32, mixed, reduced
-from fp8engine.amp.tensors import SIXTEEN_BIT, cast_all, device_type, tensors
+from fp8engine.amp.tensors import SIXTEEN_BIT, Lent, cast_all, device_type, tensors
 from fp8engine.errors import ConversionError, UnknownName
 
 OUTPUTS = ("auto", "fp32", "input")
@@ -39,9 +39,12 @@ class Fp32Pinned:
         low = next((x.dtype for x in tensors((args, kwargs)) if x.dtype in SIXTEEN_BIT), None)
         casts = torch.is_autocast_enabled(where) or hasattr(self, "_fp8engine_amp")  # a decorated model returns FP32
         keep = self._fp32_output == "fp32" or (self._fp32_output == "auto" and casts)
+        lent: list[Lent] = []
         with fp32(where):
-            args, kwargs = cast_all((args, kwargs), SIXTEEN_BIT, torch.float32)
+            args, kwargs = cast_all((args, kwargs), SIXTEEN_BIT, torch.float32, lent)
             output = self._run(args, kwargs)
+        for one in lent:
+            one.write_back()
         return output if keep or low is None else cast_all(output, (torch.float32,), low)
 
     def _run(self, args: tuple, kwargs: dict) -> Any:

@@ -7,7 +7,7 @@ import dataclasses
 import weakref
 from collections.abc import Iterator
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -96,24 +96,66 @@ def floating(tree: Any) -> list[torch.Tensor]:
     return [x for leaf in tree_leaves(tree) for x in tensors(leaf) if x.dtype.is_floating_point]
 
 
-def cast_all(tree: Any, of: tuple[torch.dtype, ...], to: torch.dtype, around: tuple[int, ...] = ()) -> Any:
-    """The tree with its tensors of these dtypes cast to another; everything else as it is.
+class Lent(NamedTuple):
+    """A container that a module was given, the copy it has instead, and what they held then, by key."""
 
-    A dataclass that holds such tensors is copied, frozen or not.  around: as for `tensors`.
+    given: Any
+    copy: Any
+    held: dict[Any, Any]
+    cast: dict[Any, Any]
+
+    def write_back(self) -> None:
+        """Put into the container what the module has written into the copy since."""
+        now = _parts(self.copy)
+        if now.keys() == self.cast.keys() and all(now[key] is value for key, value in self.cast.items()):
+            return
+        _put(self.given, {k: self.held[k] if k in self.cast and v is self.cast[k] else v for k, v in now.items()})
+
+
+def cast_all(
+    tree: Any, of: tuple[torch.dtype, ...], to: torch.dtype, lent: list[Lent] | None = None, around: tuple = ()
+) -> Any:
+    """The tree with its tensors of these dtypes cast to another; what holds none of them is the object itself.
+
+    A container that holds some is copied, a frozen dataclass too; one that can be written into is noted in `lent`.
+    around: as for `tensors`.
     """
+    if isinstance(tree, torch.Tensor):
+        return tree.to(to) if tree.dtype in of else tree
+    if id(tree) in around or not any(x.dtype in of for x in floating(tree)):
+        return tree
+    held, here = _parts(tree), (*around, id(tree))
+    if not held:  # of another class that torch knows: a deque
+        return tree_map(lambda leaf: cast_all(leaf, of, to, lent, here), tree)
+    cast = {key: cast_all(value, of, to, lent, here) for key, value in held.items()}
+    if isinstance(tree, tuple):
+        return getattr(tree, "_make", type(tree))(cast.values())
+    made = tree.copy() if type(tree) in (list, dict) else copy.copy(tree)  # Dynamo traces the first alone
+    _put(made, cast)
+    if lent is not None:
+        lent.append(Lent(tree, made, held, cast))
+    return made
 
-    def cast(leaf: Any) -> Any:
-        if isinstance(leaf, torch.Tensor):
-            return leaf.to(to) if leaf.dtype in of else leaf
-        held, here = _fields(leaf, around), (*around, id(leaf))
-        if not any(x.dtype in of for x in tensors(held, here)):
-            return leaf
-        made = copy.copy(leaf)
-        for name, value in held.items():
-            object.__setattr__(made, name, cast_all(value, of, to, here))
-        return made
 
-    return tree_map(cast, tree)
+def _parts(value: Any) -> dict[Any, Any]:
+    """What a list, tuple, dict or dataclass holds, by key; nothing of anything else."""
+    if isinstance(value, (list, tuple)):
+        return dict(enumerate(value))
+    return dict(value) if isinstance(value, dict) else _fields(value, ())
+
+
+def _put(value: Any, parts: dict[Any, Any]) -> None:
+    """Let a list, dict or dataclass hold these parts, and no others."""
+    if isinstance(value, list):
+        value[:] = parts.values()
+    elif isinstance(value, dict):
+        for key in value.keys() - parts.keys():
+            del value[key]
+        for key, part in parts.items():
+            value[key] = part
+    else:
+        for name, part in parts.items():
+            object.__setattr__(value, name, part)
 
 
 def device_type(module: Any, given: Any) -> str:

@@ -7,6 +7,7 @@ below half of its smallest number, 2^-24, and vanish; scaled, they are those of 
 import copy
 import inspect
 import pickle
+from collections import OrderedDict, deque
 from dataclasses import dataclass
 from typing import Any
 
@@ -305,3 +306,28 @@ def test_a_dataclass_comes_back_in_fp32(level: str, dtype: torch.dtype):
     assert (layer.name, layer.dtypes) == ("", ("FP16", "FP32"))
     with pin_fp32(model):
         assert model(torch.ones(2, 4)) is model.made, "nothing to cast"
+
+
+class Pair(tuple):
+    """A tuple of a class of its own."""
+
+
+@pytest.mark.parametrize("kind", [dict, OrderedDict, type("Own", (dict,), {}), list, deque, tuple, Pair])
+def test_a_container_of_any_class_is_cast(kind: Any):
+    """What a model returns, and what an excluded layer is given."""
+
+    class Inside(nn.Linear):
+        def forward(self, given):
+            (y,) = given.values() if isinstance(given, dict) else given
+            seen.append(y.dtype)
+            return type(given)({"y": y.half()} if isinstance(given, dict) else [y.half()])
+
+    class Outside(nn.Sequential):
+        def forward(self, x):
+            y = self[0](x)
+            return self[1](kind({"y": y} if issubclass(kind, dict) else [y]))
+
+    seen: list[torch.dtype] = []
+    output = decorate(Outside(nn.Linear(4, 4), Inside(4, 4)), excluded_layers="1")(torch.ones(1, 4))
+    assert type(output) is kind
+    assert seen == [y.dtype for y in (output.values() if isinstance(output, dict) else output)] == [torch.float32]

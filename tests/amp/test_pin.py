@@ -4,6 +4,8 @@ import copy
 import inspect
 import io
 import pickle
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -134,6 +136,51 @@ def test_statistics_written_in_forward_stay_written(dtype: torch.dtype):
     pinned(x)
     assert torch.equal(plain.running_mean.to(dtype), pinned.running_mean)  # pyright: ignore
     assert pinned.num_batches_tracked == 1
+
+
+class Writes(nn.Module):
+    """Adds to the list, the dict and the dataclass that it is given, as auxiliary losses and caches are kept."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(2, 2)
+
+    def forward(self, x, losses, cache, note):
+        y = self.fc(x)
+        losses.append(y.float().sum())
+        cache["new"] = cache.pop("old") + y
+        note.y = y
+        return y
+
+
+@dataclass
+class Note:
+    """What a module writes into."""
+
+    kept: Any
+    y: Any = None
+
+
+class Bag(dict):
+    """A dict of a class of its own."""
+
+
+@pytest.mark.parametrize("low", [torch.float16, torch.float32])
+@pytest.mark.parametrize(
+    "wrap", [pin_fp32, lambda module: decorate(module, level="O2"), lambda module: decorate(module)]
+)
+def test_what_a_module_writes_into_its_arguments_is_there_afterwards(wrap: Callable, low: torch.dtype):
+    """Whether they held tensors that were cast (so that the module had copies) or none."""
+    module, kept = Writes(), torch.ones(2, dtype=low)
+    wrap(module)
+    empty: list = []
+    losses, cache, note = [kept, (kept, 7)], Bag(old=kept), Note(kept)
+    module(kept, empty, {"old": 1.0}, Note(None))
+    y = module(kept, losses, cache, note)
+    assert torch.equal(empty[0], losses[2])
+    assert losses[0] is losses[1][0] is note.kept is kept, "what the module left alone is what it was"
+    assert (len(losses), list(cache), type(cache)) == (3, ["new"], Bag)
+    assert torch.equal(note.y.half(), y.half())
 
 
 # Dynamo asks any tensor that is no leaf for its gradient, and hides torch's warning unless warnings are errors.
