@@ -358,6 +358,21 @@ def call_first(module: nn.Module, hook: Callable) -> bool:
     return False
 
 
+# An optimizer's tables of hooks, by its attributes' names.
+_MOMENTS = ("step_pre", "step_post", "state_dict_pre", "state_dict_post", "load_state_dict_pre", "load_state_dict_post")
+HOOK_TABLES = tuple(f"_optimizer_{moment}_hooks" for moment in _MOMENTS)
+
+
+def step_without_hooks(optimizer: Any, *closure: Callable) -> Any:
+    """Step an optimizer inside of another one's step, around which torch has run the hooks."""
+    own = vars(optimizer).get("step")  # as a scheduler puts there, to know that a step was made, or other code
+    if own is not None and not hasattr(own, "_wrapped_by_lr_sched"):
+        return own(*closure)
+    optimizer._opt_called = True
+    step = type(optimizer).step
+    return (step.__wrapped__ if hasattr(step, "hooked") else step)(optimizer, *closure)
+
+
 def group_of_collective(arguments: Mapping[str, Any]) -> dist.ProcessGroup:
     """The group that a collective runs in, from its arguments by name, as a mode sees them."""
     group = arguments.get("process_group")

@@ -25,6 +25,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from fp8engine._torch import step_without_hooks
 from fp8engine.amp.pair import Pair, Pairs
 from fp8engine.amp.tensors import SIXTEEN_BIT
 from fp8engine.amp.wrapped import Wrapped, is_wrapped, parameters_of
@@ -138,7 +139,7 @@ class MasterWeights(Wrapped):
         given = {name: mine[name] for name in ("grad_scale", "found_inf") if name in mine}  # by a scaler, if fused
         vars(self.inner).update(given)
         try:
-            loss = self.inner.step() if closure is None else self.inner.step(evaluate)
+            loss = step_without_hooks(self.inner, *(() if closure is None else (evaluate,)))
         finally:
             for name in given:
                 delattr(self.inner, name)

@@ -122,6 +122,8 @@ class ScaledOptimizer(Wrapped):
         self._forget()
         return result
 
+    step.hooked = True  # pyright: ignore[reportFunctionMemberAccess]  # torch hooks the inner step, if none is skipped
+
     def _is(self, stage: OptState) -> bool:
         """Whether the scaler, which keeps the stages of an iteration, has this optimizer at that one."""
         state = self.scaler._per_optimizer_states.get(id(self.inner))  # get: asking must not begin an iteration

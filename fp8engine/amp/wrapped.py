@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+from fp8engine._torch import HOOK_TABLES
+
 
 def parameters_of(optimizer: torch.optim.Optimizer) -> list[Any]:
     """Every parameter that an optimizer steps, group by group."""
@@ -21,11 +23,11 @@ class Wrapped(torch.optim.Optimizer):
     """An optimizer around another: groups, state and defaults are the inner one's."""
 
     def __init__(self, inner: torch.optim.Optimizer):
-        self.inner = inner
-        for moment in ("state_dict_pre", "state_dict_post", "load_state_dict_pre", "load_state_dict_post"):
-            name = f"_optimizer_{moment}_hooks"
-            setattr(self, name, getattr(inner, name))  # one table: the inner optimizer runs them
-        self.__setstate__({})  # torch's tables of hooks; its __init__ would want parameters of its own
+        self.__setstate__({"inner": inner})  # torch's __init__ would want parameters of its own
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        hooks = {name: getattr(state["inner"], name) for name in HOOK_TABLES}  # one table each, which one of them runs
+        super().__setstate__({**state, **hooks})
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # pyright: ignore[reportIncompatibleVariableOverride]

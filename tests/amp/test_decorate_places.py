@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from benchmarks.distributed.processes import run
 from fp8engine.amp.decorate import _check_precision, decorate
@@ -142,6 +143,25 @@ def test_schedulers_made_before_or_after(level: str):
     before.step()
     after.step()
     assert optimizer.param_groups[0]["lr"] == 0.05 / 4
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_hooks_of_steps_run_once_a_step_that_is_not_skipped(level: str):
+    """Registered on either optimizer, and on all; they see the weights that the step has made, masters or not."""
+    model, seen = net(), []
+    plain = sgd(model)
+    plain.register_step_pre_hook(lambda *_: seen.append("before"))
+    model, optimizer = decorate(model, plain, level=level, scaler=GradScaler("cpu", 16.0))
+    weight = model.down.weight
+    optimizer.register_step_post_hook(lambda *_: seen.append(weight.detach().clone()))
+    everywhere = register_optimizer_step_post_hook(lambda *_: seen.append("all"))
+    for x in (1.0, torch.inf):
+        optimizer.zero_grad()
+        optimizer.backward(model(torch.full((2, 8), x)).sum())
+        optimizer.step()
+    everywhere.remove()
+    assert (seen[0], seen[2:]) == ("before", ["all"])
+    assert torch.equal(seen[1], weight)
 
 
 @pytest.mark.slow
