@@ -282,6 +282,11 @@ def plain_name(model: nn.Module, name: str) -> str:
     return ".".join(kept)
 
 
+def model_parameter(stepped: torch.Tensor) -> torch.Tensor:
+    """The model's parameter that an optimizer steps: the one that an FP32 master stands for, else itself."""
+    return getattr(stepped, "_fp8engine_master_of", stepped)
+
+
 def divided_parameter(module: nn.Module) -> str | None:
     """The name of a parameter of the module itself that is a DTensor; found by the class's name, without an import."""
     own = module._parameters.items()

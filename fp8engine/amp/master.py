@@ -25,7 +25,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from fp8engine._torch import step_without_hooks
+from fp8engine._torch import model_parameter, step_without_hooks
 from fp8engine.amp.pair import Pair, Pairs
 from fp8engine.amp.tensors import SIXTEEN_BIT
 from fp8engine.amp.wrapped import Wrapped, is_wrapped, parameters_of
@@ -79,7 +79,6 @@ class MasterWeights(Wrapped):
         if state is not None:
             optimizer.state.clear()
             optimizer.load_state_dict(state)  # moments kept so far, now FP32 and under the masters
-        optimizer._has_masters = True  # pyright: ignore[reportAttributeAccessIssue]
 
     def _put_masters(self, group: dict[str, Any], originals: Mapping[nn.Parameter, torch.Tensor]) -> None:
         params = group["params"]
@@ -107,10 +106,9 @@ class MasterWeights(Wrapped):
         self._pairs.follow()  # an average of the weights is made of these
         yield from parameters_of(self)
 
-    def model_parameters(self) -> Iterator[nn.Parameter]:
+    def model_parameters(self) -> Iterator[torch.Tensor]:
         """The model's own parameters, in the optimizer's order."""
-        of: dict[int, Any] = {id(pair.master): pair.parameter for pair in self._pairs.values()}
-        return (of.get(id(p), p) for p in parameters_of(self.inner))
+        return map(model_parameter, parameters_of(self.inner))
 
     def refresh(self) -> None:
         """Follow parameters that were written since the last step: only a write through `.data` needs this call."""
@@ -202,8 +200,7 @@ class MasterWeights(Wrapped):
         self._pairs.scatter()
 
     def _numbered(self) -> Iterator[tuple[int, nn.Parameter]]:
-        known = {id(pair.master) for pair in self._pairs.values()}
-        return ((i, p) for i, p in enumerate(parameters_of(self.inner)) if id(p) in known)
+        return ((i, p) for i, p in enumerate(parameters_of(self.inner)) if model_parameter(p) is not p)
 
     def __getstate__(self) -> dict[str, Any]:
         return {"inner": self.inner, "pairs": [(pair.parameter, pair.master) for pair in self._pairs.values()]}

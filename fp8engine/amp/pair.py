@@ -24,6 +24,7 @@ class Pair:
 
     def __init__(self, parameter: nn.Parameter, master: nn.Parameter):
         self.parameter, self.master = parameter, master
+        vars(master)["_fp8engine_master_of"] = parameter  # for whoever is given the optimizer alone
         self.copied: Stamp | None = None  # of the gradient that the master's was made of
         self.accumulated = False  # a backward pass has added to the gradient since
         self.overwritten = False  # other code has written it, when the masters' had been changed too

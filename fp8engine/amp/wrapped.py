@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from fp8engine._torch import HOOK_TABLES
+from fp8engine._torch import HOOK_TABLES, model_parameter
 
 
 def parameters_of(optimizer: torch.optim.Optimizer) -> list[Any]:
@@ -16,11 +16,18 @@ def parameters_of(optimizer: torch.optim.Optimizer) -> list[Any]:
 
 def is_wrapped(optimizer: torch.optim.Optimizer) -> bool:
     """Whether it is one of amp's around another, or one that has masters already."""
-    return isinstance(optimizer, Wrapped) or getattr(optimizer, "_has_masters", False)
+    return isinstance(optimizer, Wrapped) or has_masters(optimizer)
+
+
+def has_masters(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether it steps FP32 masters in the place of a model's parameters."""
+    return any(model_parameter(p) is not p for p in parameters_of(optimizer))
 
 
 class Wrapped(torch.optim.Optimizer):
     """An optimizer around another: groups, state and defaults are the inner one's."""
+
+    inner: torch.optim.Optimizer
 
     def __init__(self, inner: torch.optim.Optimizer):
         self.__setstate__({"inner": inner})  # torch's __init__ would want parameters of its own

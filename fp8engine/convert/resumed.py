@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from fp8engine._torch import outside_of_graphs
+from fp8engine._torch import model_parameter, outside_of_graphs
 from fp8engine.errors import ResumeWarning
 from fp8engine.scaling.table import ScalingState
 
@@ -46,7 +46,8 @@ class Resumed:
             if resumed is None or model is None:
                 return
             held = {id(p) for p in model.parameters()}
-            mine = [p for group in optimizer.param_groups for p in group["params"] if id(p) in held]
+            stepped = [p for group in optimizer.param_groups for p in group["params"]]
+            mine = [p for p in stepped if id(model_parameter(p)) in held]
             if not mine or not any(map(_trained, resumed.states)):
                 return  # torch.distributed.checkpoint steps a fresh optimizer before it loads its state
             handle.remove()

@@ -83,6 +83,19 @@ def test_a_resumed_run_is_told_once(recipe: str, optimizer: str):
     assert ("decisions of auto" in told) == (recipe == "auto")
 
 
+def test_masters_are_known_for_the_models_parameters():
+    def decorated() -> Any:
+        model = made("delayed")
+        return fe.amp.decorate(model, torch.optim.AdamW(model.parameters()), level="O2", dtype=torch.bfloat16)
+
+    model, optimizer = decorated()
+    assert train(model, optimizer) == []
+    again, stepping = decorated()
+    again.load_state_dict(copy.deepcopy(model.state_dict()))
+    stepping.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    assert len(train(again, stepping)) == 1
+
+
 def test_resumed_by_torchs_distributed_checkpoint():
     """Which steps an empty optimizer once, so that it has a state to be written to."""
     kept, model = saved("delayed"), made("delayed")
