@@ -28,6 +28,8 @@ import torch.distributed as dist
 from torch import nn
 
 from fp8engine import _torch, files
+from fp8engine.amp.scaled import ScaledOptimizer
+from fp8engine.amp.wrapped import has_masters
 from fp8engine.distributed.agree import agree
 from fp8engine.distributed.amax import join_now, states_of
 from fp8engine.errors import StateError
@@ -256,6 +258,16 @@ def _tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[
     """
     from torch.distributed.checkpoint.state_dict import get_state_dict
 
+    if optimizer is not None and has_masters(optimizer):
+        raise StateError(
+            "torch's checkpoints do not know the FP32 masters of this optimizer: give it as a part to save and load,"
+            " fe.distributed.save(path, model, masters=optimizer)"
+        )
+    if isinstance(optimizer, ScaledOptimizer) and optimizer.scaler.is_enabled():
+        raise StateError(
+            "torch's checkpoints do not know the loss scale of this optimizer: give it as a part to save and load,"
+            " fe.distributed.save(path, model, optimizer.inner, scaler=optimizer.scaler)"
+        )
     is_new = optimizer is not None and not optimizer.state
     with _state_may_be_made(optimizer):
         of_model, of_optimizer = get_state_dict(model, () if optimizer is None else optimizer)

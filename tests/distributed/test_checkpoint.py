@@ -164,6 +164,39 @@ def test_a_bad_checkpoint_changes_nothing(saved: dict, folder: Path):
         assert "blocks.0.up.weight is [65, 33], wanted is [64, 33]" in rank["another size"][0]
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_masters_and_a_loss_scale_are_given_as_parts(level: str, tmp_path: Path):
+    """torch's names for an optimizer's state have no place for them; the error says how, and that goes on exactly."""
+
+    def made() -> Any:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(16, 16))
+        return fe.amp.decorate(model, torch.optim.AdamW(model.parameters(), 0.1), level)
+
+    def parts(optimizer: Any) -> dict[str, Any]:
+        return {"optimizer": optimizer.inner, "scaler": optimizer.scaler} if level == "O1" else {"masters": optimizer}
+
+    def step(model: Any, optimizer: Any) -> None:
+        optimizer.zero_grad()
+        optimizer.backward((model(torch.ones(4, 16)) - 1).square().mean())
+        optimizer.step()
+
+    (model, optimizer), (again, stepping) = made(), made()
+    step(model, optimizer)
+    optimizer.scaler.update(1024.0)
+    told = "inner, scaler=optimizer.scaler" if level == "O1" else "masters=optimizer"
+    for refused in (fe.distributed.save, fe.distributed.load):
+        with pytest.raises(fe.errors.StateError, match=told):
+            refused(tmp_path / "one", model, optimizer)
+    fe.distributed.save(tmp_path / "one", model, **parts(optimizer))
+    fe.distributed.load(tmp_path / "one", again, **parts(stepping))
+    assert stepping.scaler.get_scale() == 1024.0
+    step(model, optimizer)
+    step(again, stepping)
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), again.parameters(), strict=True))
+
+
 def test_one_process_without_a_group(tmp_path: Path):
     """A plain model trained on one device writes what a sharded one reads."""
 
