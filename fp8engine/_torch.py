@@ -287,10 +287,14 @@ def model_parameter(stepped: torch.Tensor) -> torch.Tensor:
     return getattr(stepped, "_fp8engine_master_of", stepped)
 
 
+def is_dtensor(x: Any) -> bool:
+    """Whether it is a DTensor; found by the class's name, without an import."""
+    return any(kind.__name__ == "DTensor" for kind in type(x).__mro__)
+
+
 def divided_parameter(module: nn.Module) -> str | None:
-    """The name of a parameter of the module itself that is a DTensor; found by the class's name, without an import."""
-    own = module._parameters.items()
-    return next((name for name, p in own if any(kind.__name__ == "DTensor" for kind in type(p).__mro__)), None)
+    """The name of a parameter of the module itself that is a DTensor."""
+    return next((name for name, p in module._parameters.items() if is_dtensor(p)), None)
 
 
 def all_gather(whole: torch.Tensor, part: torch.Tensor, group: dist.ProcessGroup) -> None:

@@ -25,7 +25,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from fp8engine._torch import model_parameter, step_without_hooks
+from fp8engine._torch import is_dtensor, model_parameter, step_without_hooks
 from fp8engine.amp.pair import Pair, Pairs
 from fp8engine.amp.tensors import SIXTEEN_BIT
 from fp8engine.amp.wrapped import Wrapped, is_wrapped, parameters_of
@@ -44,7 +44,7 @@ class MasterWeights(Wrapped):
     takes them too: `clip_grad_norm_(optimizer.master_parameters(), 1.0)`.  state_dict is the inner optimizer's with
     the masters added: a resumed run goes on bit for bit, and an optimizer without masters loads it as well.
 
-    Raises OptimizerError: wrapped already, no 16-bit parameters, or a model moved or cast since.
+    Raises OptimizerError: wrapped already, no 16-bit parameters, DTensors, or a model moved or cast since.
 
     >>> model = nn.Linear(1, 1, bias=False).half()
     >>> _ = nn.init.ones_(model.weight)
@@ -70,6 +70,11 @@ class MasterWeights(Wrapped):
             raise OptimizerError(
                 f"none of the {type(optimizer).__name__}'s {len(parameters)} parameters is FP16 or BF16 ({found}):"
                 " cast the model first, or use the optimizer as it is"
+            )
+        if any(is_dtensor(p) for p in parameters):
+            raise OptimizerError(
+                "MasterWeights takes no DTensors, as fully_shard makes them: keep the model in FP32, and let it compute"
+                " in 16 bits by fully_shard(..., mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))"
             )
         super().__init__(optimizer)
         self._pairs: Pairs

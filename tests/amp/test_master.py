@@ -326,5 +326,8 @@ def test_what_cannot_be_wrapped():
     nothing.param_groups.clear()
     with pytest.raises(OptimizerError, match="no parameters"):
         MasterWeights(nothing)
+    divided = type("DTensor", (nn.Parameter,), {})(torch.ones(1).half())
+    with pytest.raises(OptimizerError, match="mp_policy"):
+        MasterWeights(torch.optim.SGD([divided]))
     with pytest.raises(OptimizerError, match="not Sequential"):
         MasterWeights(net())
