@@ -115,8 +115,8 @@ def decorate(
     Wrap for several devices and compile afterwards.
 
     Raises ConversionError (no parameters, decorated or wrapped already, layers that are not there), OptimizerError
-    (wrapped already, of another model), UnknownName (level, glob), UnsupportedDtype, BackendError (BF16 on a card
-    without it), LossScaleError (FP16 gradients and no masters); nothing has been changed then.
+    (wrapped already, of another model, two of one parameter), UnknownName (level, glob), UnsupportedDtype, BackendError
+    (BF16 on a card without it), LossScaleError (FP16 gradients and no masters); nothing has been changed then.
 
     >>> model = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.Linear(8, 1))
     >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -220,12 +220,16 @@ def _check_precision(level: str, dtype: torch.dtype, devices: set[torch.device])
 
 
 def _check_optimizers(optimizers: list, known: set[nn.Parameter], low: list[bool], masters: list[bool]) -> None:
+    taken: set[nn.Parameter] = set()
     for optimizer, has_low, needed in zip(optimizers, low, masters, strict=True):
-        kind = type(optimizer).__name__
+        kind, own = type(optimizer).__name__, set(_parameters(optimizer))
         if is_wrapped(optimizer):
             raise OptimizerError(f"this {kind} is wrapped already: decorate the plain optimizer, once")
-        if known.isdisjoint(_parameters(optimizer)):
+        if known.isdisjoint(own):
             raise OptimizerError(f"this {kind} holds none of the model's parameters: make it from model.parameters()")
+        if not taken.isdisjoint(own):
+            raise OptimizerError(f"this {kind} and another would both unscale a parameter's gradient: give it to one")
+        taken |= own
         if needed and not has_low:
             raise OptimizerError(f"master_weights=True, and this {kind} holds no 16-bit parameters: take level='O2'")
 

@@ -62,6 +62,7 @@ REFUSED: list[tuple[type[Exception], str, Any]] = [
     (OptimizerError, "wrapped already", lambda m: decorate(m, decorate(sgd(m)))),
     (OptimizerError, "wrapped already", lambda m: decorate(m.half(), MasterWeights(sgd(m)))),
     (OptimizerError, "not Sequential", lambda m: decorate(m, m)),
+    (OptimizerError, "give it to one", lambda m: decorate(m, [sgd(m), sgd(m.up)])),
     (ConversionError, "this Sequential was replaced .* call decorate first", lambda m: decorate(patched(m))),
     (ConversionError, "this Linear was replaced", lambda m: decorate(m, level="O2", excluded_layers=patched(m.up))),
     (ConversionError, "a model alone", lambda m: decorate(m, scaler=True)),
