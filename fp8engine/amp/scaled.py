@@ -81,6 +81,10 @@ class ScaledOptimizer(Wrapped):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients of the model's parameters."""
         super().zero_grad(set_to_none)
+        if self._is(OptState.UNSCALED):  # a batch is given up: its Inf lowers the scale all the same
+            if len(self.scaler._per_optimizer_states) == 1:
+                self.scaler.update()
+            self.scaler._per_optimizer_states.pop(id(self.inner), None)
         self._unscaled_amax.clear()
         self._record_scaled()  # zeros are scaled by any scale
 
@@ -103,7 +107,10 @@ class ScaledOptimizer(Wrapped):
         while they held it; a closure; a second step before the others that were decorated together have taken theirs.
         """
         if not self.scaler.is_enabled():
-            return self.inner.step() if closure is None else self.inner.step(closure)
+            result = self.inner.step() if closure is None else self.inner.step(closure)
+            if self is self._together[-1]:
+                self.scaler.update()  # changes nothing; `find_overflow` counts steps by it
+            return result
         if closure is not None:
             raise OptimizerError(
                 f"{type(self.inner).__name__}.step(closure) under a loss scale: a closure's gradients would not be"
@@ -126,7 +133,8 @@ class ScaledOptimizer(Wrapped):
 
     def _is(self, stage: OptState) -> bool:
         """Whether the scaler, which keeps the stages of an iteration, has this optimizer at that one."""
-        state = self.scaler._per_optimizer_states.get(id(self.inner))  # get: asking must not begin an iteration
+        states = getattr(self.scaler, "_per_optimizer_states", {})  # of a scaler that is enabled
+        state = states.get(id(self.inner))  # get: asking must not begin an iteration
         return state is not None and state["stage"] is stage
 
     def _check(self) -> None:

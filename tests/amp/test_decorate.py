@@ -20,6 +20,7 @@ from fp8engine.amp.compare import compare
 from fp8engine.amp.decorate import decorate
 from fp8engine.amp.lists import OpLists
 from fp8engine.amp.master import MasterWeights
+from fp8engine.amp.overflow import find_overflow
 from fp8engine.amp.pin import pin_fp32
 from fp8engine.amp.scaler import GradScaler
 from fp8engine.errors import OptimizerError
@@ -262,6 +263,32 @@ def test_clipping_knows_the_scale():
     nn.utils.clip_grad_norm_(model.parameters(), 0.5)
     with pytest.raises(OptimizerError, match="changed while it held the loss scale"):
         optimizer.step()
+
+
+def test_a_batch_may_be_given_up_after_it_was_unscaled():
+    """Its Inf lowers the scale as a skipped step's does, and the next batch begins anew."""
+    models = [Net(), Net()]
+    _, optimizers = decorate(models, [sgd(model) for model in models], scaler=GradScaler("cpu", 64.0))
+    scales = []
+    for worse in (1e38, 1.0):
+        loss = sum(model(data()[0])["y"].square().mean() for model in models) * worse
+        optimizers[0].backward(loss)
+        norms = [optimizer.clip_grad_norm_(0.5) for optimizer in optimizers]
+        for norm, optimizer in zip(norms, optimizers, strict=True):
+            if norm.isfinite():
+                optimizer.step()
+            optimizer.zero_grad()
+        scales.append(optimizers[0].scaler.get_scale())
+    assert scales == [32.0, 32.0]
+
+
+def test_the_overflow_finder_counts_steps_without_a_scale_too():
+    model, optimizer = decorate(model := Net(), sgd(model), dtype=torch.bfloat16)
+    with find_overflow(model, optimizer) as watch:
+        for worse in (1.0, 1.0, torch.inf):
+            optimizer.backward(model(data()[0] * worse)["y"].square().mean())
+            optimizer.step()
+    assert watch.first().step == 2
 
 
 def test_changed_lists_reach_the_forward():
