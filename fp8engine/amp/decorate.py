@@ -25,6 +25,7 @@ from typing import Any, TypedDict, TypeVar, Unpack, overload
 
 import torch
 from torch import nn
+from torch.nn.utils.parametrize import ParametrizationList
 
 from fp8engine import _torch
 from fp8engine.amp.autocast import autocast, check_bf16
@@ -133,7 +134,7 @@ def decorate(
     parameters = _check_models(models) or [p for one in optimizers for p in _parameters(one)]
     _check_precision(level, dtype, {p.device for p in parameters})
     excluded = _chosen(models, excluded_layers)
-    norms = [module for one in models for module in one.modules() if level == "O2" and is_norm(module)]
+    norms = [module for one in models for module in _kept_by_o2(one)] if level == "O2" else []
     cast = _to_cast(models, [*excluded, *norms]) if level == "O2" else {}
     low = [any(p in cast or p.dtype in SIXTEEN_BIT for p in _parameters(one)) for one in optimizers]
     masters = low if master_weights is None else [master_weights] * len(low)
@@ -176,6 +177,15 @@ def is_norm(module: nn.Module) -> bool:
     own = list(module.parameters())
     is_leaf = not any(True for _ in module.children()) and bool(own)
     return is_leaf and "norm" in type(module).__name__.lower() and all(p.dim() <= 1 for p in own)
+
+
+def _kept_by_o2(model: nn.Module) -> Iterator[nn.Module]:
+    """Norms, and what computes a weight from parameters (torch's spectral_norm, which has FP32 buffers)."""
+    for module in model.modules():
+        if is_norm(module):
+            yield module
+        elif isinstance(module, ParametrizationList):
+            yield from module
 
 
 def _listed(given: Any) -> list[Any]:

@@ -49,16 +49,22 @@ class Fp32Pinned:
 
     def _run(self, args: tuple, kwargs: dict) -> Any:
         module: Any = self
-        tensors_of = (*module.named_parameters(), *module.named_buffers())
-        in_fp32 = {name: tensor.float() for name, tensor in tensors_of if tensor.dtype in SIXTEEN_BIT}
+        own = [(name, x) for name, x in vars(module).items() if isinstance(x, torch.Tensor)]  # as a hook's weight_norm
+        written = [*module.named_buffers(), *own]
+        in_fp32 = {name: x.float() for name, x in (*module.named_parameters(), *written) if x.dtype in SIXTEEN_BIT}
         if not in_fp32:
             return super().forward(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
         swapped = {f"module.{name}": tensor for name, tensor in in_fp32.items()}
         output = functional_call(_Own(module), swapped, args, kwargs)
-        with torch.no_grad():
-            for name, buffer in module.named_buffers():
-                if name in in_fp32:  # running statistics: the FP32 copy was written
-                    buffer.copy_(in_fp32[name])
+        for name, x in written:
+            if name not in in_fp32:
+                continue
+            new = swapped[f"module.{name}"]  # functional_call puts there what stands in the module afterwards
+            if new is not in_fp32[name]:
+                owner, _, last = name.rpartition(".")
+                setattr(module.get_submodule(owner), last, new.to(x.dtype))
+            else:  # running statistics: the FP32 copy was written; what was not may be saved for backward
+                x.data.copy_(new.detach())
         return output
 
     def __reduce_ex__(self, protocol: Any) -> Any:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from overflow_cases import Part
 from torch import nn
+from torch.nn.utils import parametrizations, prune
 from torch.utils.checkpoint import checkpoint
 
 import fp8engine as fe
@@ -136,6 +137,48 @@ def test_statistics_written_in_forward_stay_written(dtype: torch.dtype):
     pinned(x)
     assert torch.equal(plain.running_mean.to(dtype), pinned.running_mean)  # pyright: ignore
     assert pinned.num_batches_tracked == 1
+
+
+def test_a_buffer_that_forward_assigns_is_the_new_one():
+    class Average(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.seen: Any = nn.Module()
+            self.seen.register_buffer("mean", torch.zeros(2))
+            self.seen.register_buffer("rows", torch.zeros(0, 2))
+
+        def forward(self, x):
+            self.seen.mean = 0.5 * self.seen.mean + 0.5 * x.mean(0)
+            self.seen.rows = torch.cat([self.seen.rows, x])
+            return x
+
+    module: Any = Average().half()
+    pin_fp32(module)
+    for _ in range(3):
+        module(torch.ones(1, 2).half())
+    assert torch.equal(module.seen.mean, torch.full((2,), 0.875).half())
+    assert torch.equal(module.seen.rows, torch.ones(3, 2).half())
+
+
+@pytest.mark.parametrize(
+    "parametrized",
+    [nn.utils.weight_norm, lambda layer: prune.l1_unstructured(layer, "weight", 0.5), parametrizations.weight_norm],
+)
+@pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
+def test_a_weight_that_a_hook_has_computed_in_16_bits_is_cast(parametrized: Callable):
+    torch.manual_seed(0)
+    layer: Any = nn.Linear(4, 4)
+    parametrized(layer)
+    layer.half()
+    x = torch.randn(2, 4).half()
+    plain = layer(x)
+    pin_fp32(layer)
+    y = layer(x)
+    # One rounding of the weight to FP16, 2^-11, of 4 products, and those of the plain sum and of the result: 8 2^-11.
+    torch.testing.assert_close(y, plain, rtol=8 * 2.0**-11, atol=8 * 2.0**-11)
+    y.sum().backward()
+    assert all(p.grad is not None for p in layer.parameters())
+    assert layer.weight.dtype == torch.float16
 
 
 class Writes(nn.Module):
