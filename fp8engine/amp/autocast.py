@@ -37,6 +37,9 @@ BF16_CAPABILITY = (8, 0)  # A100: the first Tensor Cores with BF16; a V100 would
 # the input is cast; torch's kernels take FP32 parameters beside a 16-bit input.
 _WITH_STATISTICS = ("batch_norm", "instance_norm")
 
+# Given a max_norm they write to the weight.  So nothing but the result is cast, whose rows are those of a cast weight.
+_WITH_MAX_NORM = ("embedding", "embedding_bag")
+
 
 class _Anew:
     """A context manager whose region begins anew each time it is entered: again, inside itself, in other threads."""
@@ -180,12 +183,14 @@ class _ListsMode(TorchFunctionMode):
         if kind is None or kwargs.get("out") is not None or kwargs.get("inplace") is True:
             return func(*args, **kwargs)
         dtype = self._dtype(kind, (args, kwargs))
+        writes = name in _WITH_MAX_NORM and kwargs.get("max_norm", args[3] if len(args) > 3 else None) is not None
         if name in _WITH_STATISTICS:
             args = (_cast(args[0], self.device_type, dtype), *args[1:])
-        else:
+        elif not writes:
             args, kwargs = tree_map(lambda value: _cast(value, self.device_type, dtype), (args, kwargs))
         with torch.autocast(self.device_type, enabled=False):
-            return func(*args, **kwargs)
+            result = func(*args, **kwargs)
+        return _cast(result, self.device_type, dtype) if writes else result
 
     def _dtype(self, kind: str, values: object) -> torch.dtype:
         if kind == "white":

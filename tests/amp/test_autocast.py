@@ -108,6 +108,17 @@ def test_a_batch_norm_in_16_bits_keeps_its_running_statistics():
     torch.testing.assert_close(norm.running_mean.double(), want, rtol=0, atol=64 * 2.0**-24)
 
 
+def test_an_embedding_with_a_largest_norm_renormalises_its_weight():
+    for kind in (nn.Embedding, nn.EmbeddingBag):
+        layer = kind(3, 4, max_norm=1.0)
+        nn.init.constant_(layer.weight, 10.0)
+        with autocast("cpu", torch.float16, lists=OpLists(white=["embedding", "embedding_bag"])):
+            y = layer(torch.tensor([[0, 1]]))
+        assert y.dtype == torch.float16
+        # The norm is divided by itself + 1e-7, and rounded a few times.
+        torch.testing.assert_close(layer.weight.norm(dim=1), torch.tensor([1.0, 1.0, 20.0]), rtol=2.0**-20, atol=0)
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_gradients_under_changed_lists_against_float64(dtype: torch.dtype):
     given = torch.rand(8, 16, requires_grad=True), torch.rand(16, 16, requires_grad=True)
