@@ -1,4 +1,4 @@
-"""Forward on example inputs without side effects: modes, random states and scaling tables are restored."""
+"""Forward on example inputs without side effects: modes, buffers, random states and scaling tables are restored."""
 
 from __future__ import annotations
 
@@ -32,15 +32,21 @@ def untouched(model: nn.Module) -> Iterator[None]:
     """Run what is inside in evaluation mode, without gradients and uncompiled; then put everything back.
 
     Torch's random states (of the CPU and of the devices that the model is on), Python's, the scaling states of a
-    converted model, each module's mode.  torch.compile is told to step aside and so is torch's fused attention module,
-    which would hide its matmuls.
+    converted model, buffers that a forward writes in every mode, each module's mode.  torch.compile is told to step
+    aside and so is torch's fused attention module, which would hide its matmuls.
     """
     training = [(module, module.training) for module in model.modules()]
     drawn = random.getstate()
     fused = torch.backends.mha.get_fastpath_enabled()
     devices = {tensor.device for tensor in (*model.parameters(), *model.buffers())}
     cards = sorted({device.index or 0 for device in devices if device.type == "cuda"})
-    with torch.random.fork_rng(cards), _scaling(model), torch.no_grad(), torch.compiler.set_stance("force_eager"):
+    with (
+        torch.random.fork_rng(cards),
+        _scaling(model),
+        _buffers(model),
+        torch.no_grad(),
+        torch.compiler.set_stance("force_eager"),
+    ):
         try:
             torch.backends.mha.set_fastpath_enabled(False)
             model.eval()
@@ -50,6 +56,23 @@ def untouched(model: nn.Module) -> Iterator[None]:
             random.setstate(drawn)
             for module, mode in training:
                 module.training = mode
+
+
+@contextlib.contextmanager
+def _buffers(model: nn.Module) -> Iterator[None]:
+    """Then put back the buffers, and the values of those that were written, as where a router counts its tokens."""
+    held = [(module, key, buffer) for module in model.modules() for key, buffer in module._buffers.items()]
+    # One that was made in inference mode is written there alone.
+    values = {id(b): (b, b._version, b.clone()) for b in model.buffers() if not b.is_inference()}
+    try:
+        yield
+    finally:
+        for module, key, buffer in held:
+            module._buffers[key] = buffer
+        with torch.no_grad():
+            for buffer, version, value in values.values():
+                if buffer._version != version:
+                    buffer.copy_(value)
 
 
 @contextlib.contextmanager

@@ -124,6 +124,30 @@ def test_example_inputs_calibrate_and_leave_the_model_as_it_was(with_loss: bool)
 
 
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True:UserWarning")
+class Counts(WithLoss):
+    """Writes buffers in every mode, as routers count tokens, and sets one anew."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(1))
+        self.register_buffer("latest", None)
+
+    def forward(self, x):
+        self.calls += 1
+        self.latest = x.detach().mean()
+        return super().forward(x)
+
+
+def test_buffers_that_a_forward_writes_are_put_back():
+    model: Any = Counts()
+    calls = model.calls
+    converted(model, fe.auto(budget=0.005), example_inputs=(batch(0),))
+    fe.flow.record(model, batch(0))
+    fe.keep_budget(model, [(batch(step),) for step in range(4)])
+    assert model.calls is calls
+    assert (calls.item(), model.latest) == (0, None)
+
+
 def test_calibration_leaves_no_copies_of_weights():
     """A first step that read them would record no amax of a weight: a predicted scale would miss it."""
 
