@@ -100,6 +100,8 @@ def norm(
     check_memory(memory)
     (which, gamma_K, beta_K), x = of, _in_16_bits(x)
     grad = torch.is_grad_enabled() and any(p is not None and p.requires_grad for p in (x, gamma_K, beta_K))
+    if grad and not torch.compiler.is_compiling() and x.is_inference():  # autograd saves no such tensor
+        x = x.clone()
     target = target_of(producer, x, reader)
     with torch.no_grad():
         x_MK = matrix(x)

@@ -5,7 +5,7 @@ import re
 import pytest
 import torch
 from fused import NORMS, Model, apart, assert_equal, batches, in_float64, like, step
-from support import DTYPES, FP8_RECIPES, tables
+from support import DTYPES, FP8_RECIPES, same, tables
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -256,6 +256,19 @@ def test_in_inference_mode_it_is_what_it_is_without_gradients(form: str, recipe:
     with torch.inference_mode():
         assert torch.equal(model(x)[0], want)
         assert torch.equal(model(x.clone())[0], want), "a tensor made in inference mode has no version counter"
+
+
+@pytest.mark.parametrize("memory", [Memory(), Memory(True, True)], ids=str)
+@every_form
+def test_an_input_that_was_made_in_inference_mode_is_trained_on(form: str, memory: Memory):
+    model, found = model_of("current", form, memory=memory), []
+    with torch.inference_mode():
+        frozen = torch.randn(4, K)
+    for x in (frozen, frozen.clone()):
+        model(x)[0].sum().backward()
+        found.append([p.grad for p in model.parameters()])
+        model.zero_grad()
+    assert same(*found)
 
 
 @pytest.mark.parametrize("recipe", FP8_RECIPES)
