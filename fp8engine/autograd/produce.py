@@ -28,7 +28,7 @@ from fp8engine._torch import made_in_graph
 from fp8engine.autograd.linear import in_shape_of
 from fp8engine.autograd.numerics import Numerics
 from fp8engine.autograd.operands import graphs_run_on, matrix
-from fp8engine.autograd.refusals import check_gradient
+from fp8engine.autograd.refusals import check_gradient, saved_by
 from fp8engine.errors import UnknownName
 from fp8engine.numerics.cast import Cast
 from fp8engine.ops import casts, norm_act
@@ -109,7 +109,7 @@ def norm(
         kept, scale = keep(x_MK, memory) if grad else (None, None)
     if not grad:
         return attach(_own(x, y_MK), target, (q, q_t))
-    y = _Norm.apply(x, gamma_K, beta_K, y_MK, rows.rstd_M, rows.mean_M, kept, scale, which)
+    y = _Norm.apply(x, gamma_K, beta_K, y_MK, rows.rstd_M, rows.mean_M, kept, scale, which, producer.name)
     again = None
     if memory.recompute_norm:
         given = (_detached(x) if kept is None else kept, scale, _detached(gamma_K), _detached(beta_K))
@@ -148,7 +148,7 @@ def activation(
     back = None
     if up is None and not target.compiling:
         back = producer.back = producer.back or Producer()
-    y = _Activation.apply(x, up, y_MN, kept, scale, kept_up, scale_up, (kind, back))
+    y = _Activation.apply(x, up, y_MN, kept, scale, kept_up, scale_up, (kind, back, producer.name))
     again = None
     if memory.recompute_activation:
         of_up = None if up is None else _detached(up) if kept_up is None else kept_up
@@ -276,38 +276,38 @@ class _Norm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, *given):
-        x, gamma_K, beta_K, y_MK, rstd_M, mean_M, codes, scale, which = given
+        x, gamma_K, beta_K, y_MK, rstd_M, mean_M, codes, scale, which, name = given
         ctx.save_for_backward(x if codes is None else codes, scale, gamma_K, rstd_M, mean_M)
-        ctx.which, ctx.dtype = which, x.dtype
+        ctx.which, ctx.dtype, ctx.name = which, x.dtype, name
         ctx.beta_dtype = None if beta_K is None else beta_K.dtype
         return _own(x, y_MK)
 
     @staticmethod
     def backward(ctx, dy):
         check_gradient("a norm", dy)
-        data, scale, gamma_K, rstd_M, mean_M = ctx.saved_tensors
+        data, scale, gamma_K, rstd_M, mean_M = saved_by(ctx, ctx.name)
         dy_MK, rows = matrix(dy), RowStatistics(rstd_M, mean_M)
         found = norm_act.norm_quantize_backward(dy_MK, kept(data, scale, ctx.dtype), gamma_K, rows, ctx.which)
         dbeta_K = None
         if ctx.beta_dtype is not None:  # RMSNorm has no beta of its own
             dbeta_K = (column_sums(dy_MK) if found.dbias_K is None else found.dbias_K).to(ctx.beta_dtype)
-        return found.dx_MK.view(dy.shape), found.dweight_K, dbeta_K, *[None] * 6
+        return found.dx_MK.view(dy.shape), found.dweight_K, dbeta_K, *[None] * 7
 
 
 class _Activation(torch.autograd.Function):
     @staticmethod
     def forward(ctx, *given):
-        x, up, y_MN, codes, scale, codes_up, scale_up, (kind, back) = given
+        x, up, y_MN, codes, scale, codes_up, scale_up, (kind, back, name) = given
         y = _own(x, y_MN)
         of = y if kind in FROM_RESULT else x
         ctx.save_for_backward(of if codes is None else codes, scale, up if codes_up is None else codes_up, scale_up)
-        ctx.kind, ctx.back, ctx.dtype, ctx.shape = kind, back, x.dtype, x.shape
+        ctx.kind, ctx.back, ctx.dtype, ctx.shape, ctx.name = kind, back, x.dtype, x.shape, name
         return y
 
     @staticmethod
     def backward(ctx, dy):
         check_gradient("an activation", dy)
-        data, scale, up, scale_up = ctx.saved_tensors
+        data, scale, up, scale_up = saved_by(ctx, ctx.name)
         up_MN = None if up is None else kept(up, scale_up, ctx.dtype)
         to = codes_of_gradient(ctx.back, dy)
         found = norm_act.act_quantize_backward(matrix(dy), kept(data, scale, ctx.dtype), ctx.kind, to, up_MN)

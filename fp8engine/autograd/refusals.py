@@ -108,6 +108,23 @@ def check_gradient(what: str, dy: torch.Tensor) -> None:
     )
 
 
+def saved_by(ctx: Any, name: str) -> tuple:
+    """The saved tensors of a norm or an activation.  Raises GradientError where code behind it wrote into one of them.
+
+    A norm that computes in FP32 keeps a copy of x in 32 bits, which no such code reaches; ours keeps x.
+    """
+    try:
+        return ctx.saved_tensors
+    except RuntimeError as error:
+        if "inplace operation" not in str(error):
+            raise
+        raise GradientError(
+            f"{name}: a tensor that its backward needs was written in place after it ran: write into a new tensor "
+            "(x = x + h), or leave a model's own norms, activations and MLPs as they are, which may keep copies: "
+            f"fe.convert(..., fuse=False). torch says: {error}"
+        ) from error
+
+
 def no_script(name: str, what: str) -> ScriptError:
     """The error that a layer has no TorchScript."""
     return ScriptError(

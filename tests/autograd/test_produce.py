@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from probe_modules import Rms
 from support import FP8_RECIPES, converted, same, tables
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
@@ -264,6 +265,20 @@ def test_what_a_relu_has_read_may_be_written(recipe: str, write: Callable):
     for each in runs:
         each(x).square().sum().backward()
     assert same(*([p.grad for p in each.parameters()] for each in runs))
+
+
+def test_what_a_norm_has_read_may_not_be_written_and_the_error_says_so():
+    """In place of one that keeps an FP32 copy of x, ours keeps x; the remedy works."""
+    for fuse in (None, False):
+        model = converted(nn.Sequential(Rms(), nn.Linear(K, K)).bfloat16(), fuse=fuse)
+        x = torch.ones(4, K, dtype=torch.bfloat16, requires_grad=True) * 2
+        y = model(x)
+        x += y
+        if fuse is None:
+            with pytest.raises(GradientError, match=r"^0: .*written in place.*fe\.convert\(\.\.\., fuse=False\)"):
+                x.sum().backward()
+        else:
+            x.sum().backward()
 
 
 @pytest.mark.parametrize("part", [nn.LayerNorm(32), nn.GELU()], ids=["norm", "activation"])
