@@ -63,7 +63,7 @@ def normed(
     if reader is not None and reader.shard is None:
         own: Any = getattr(layer, "base_layer", layer)
         check(x, own.weight, own.bias, reader.name)
-    if reader is None or not reader.recipe.is_fp8 or _torch.transforms_active():  # a layer in FP8 refuses those by name
+    if reader is None or not reader.recipe.is_fp8 or _transformed():
         return norm_in_16_bits(x, of)
     if reader.shard is not None:
         return reader.shard.normed(x, of, lambda part, own: norm(part, own, producer, memory, reader))
@@ -80,7 +80,7 @@ def activated(
 ) -> torch.Tensor:
     """act(x), or act(x) * up, for a layer that reads it; as torch computes it where the layer's recipe has no FP8."""
     reader = numerics_of(layer)
-    if reader is None or not reader.recipe.is_fp8 or _torch.transforms_active():
+    if reader is None or not reader.recipe.is_fp8 or _transformed():
         return ACTIVATIONS[kind](x) if up is None else ACTIVATIONS[kind].of(x, up)
     return activation(x, kind, producer, memory, up, reader)
 
@@ -142,7 +142,12 @@ NOTHING = Recognised(None)  # of an instance that other code makes with a module
 
 def _plain(x: Any) -> bool:
     dense = type(x) in KNOWN and x.dtype in FLOATS and x.layout == torch.strided and not x.is_nested and x.dim()
-    return bool(dense) and not _torch.transforms_active()
+    return bool(dense) and not _transformed()
+
+
+def _transformed() -> bool:
+    """Whether a transform of torch.func or forward-mode AD is active: a layer in FP8 refuses those by name."""
+    return _torch.transforms_active() or _torch.forward_ad._current_level >= 0
 
 
 def _unchanged(module: Any, own: Told) -> bool:

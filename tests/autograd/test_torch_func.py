@@ -1,6 +1,8 @@
 """torch.func on converted models: functional_call works; transforms are refused by name under every recipe."""
 
 import copy
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -94,6 +96,28 @@ def dual_bias(model, x):
 def test_forward_mode_is_refused_by_its_own_name(asked):
     with pytest.raises(fe.errors.GradientError, match=r"^0: .* does not take forward-mode AD .*'bf16'"):
         asked(net("current"), batch(0))
+
+
+MADE: dict[str, Callable] = {
+    "converted": lambda: converted(nn.Sequential(nn.LayerNorm(32), nn.Linear(32, 48), nn.GELU(), nn.Linear(48, 16))),
+    "norm and linear": lambda: fe.LayerNormLinear(32, 16, recipe="current", norm="rms"),
+    "norm and MLP": lambda: fe.LayerNormMLP(32, 48, "swiglu", recipe="current"),
+    "transformer": lambda: fe.TransformerLayer(32, 48, 4, recipe="current"),
+}
+
+
+@pytest.mark.parametrize("made", MADE)
+def test_behind_a_norm_too_and_a_norm_alone_takes_it(made: str):
+    model = MADE[made]()
+    with pytest.raises(fe.errors.GradientError, match="an FP8 layer does not take forward-mode AD"):
+        dual(model, batch(0))
+    if made == "converted":
+        for part, plain in ((model[0], nn.LayerNorm(32)), (model[2], nn.GELU())):
+            assert "Producing" in type(part).__name__
+            with forward_ad.dual_level():
+                x = forward_ad.make_dual(batch(0), batch(1))
+                found: Any = [forward_ad.unpack_dual(each(x)).tangent for each in (part, plain)]
+                assert torch.equal(*found)
 
 
 @pytest.mark.parametrize("asked", [*TRANSFORMS, *FORWARD_MODE])
