@@ -166,6 +166,11 @@ def _found(module: Mixin, known: Recognised) -> bool:
     return known is not NOTHING and not replaced(module) and _unchanged(module, known.own)
 
 
+def _in_order(x: torch.Tensor) -> bool:
+    """Whether x's dimensions are in the order of its memory, as those of a producer's result are."""
+    return x.is_contiguous() or list(x.stride()) == sorted(x.stride(), reverse=True)
+
+
 class ProducingNorm(Mixin):
     """A norm whose result takes codes along."""
 
@@ -179,7 +184,9 @@ class ProducingNorm(Mixin):
             return leaf(self, x)
         weight, bias = getattr(self, "weight", None), getattr(self, "bias", None)  # a parametrization's too
         as_found = len(args) == 1 and not kwargs and _found(self, known) and _plain(x)
-        if not (as_found and _fits(weight, x) and _fits(bias, x)) or (which.kind == "layer" and _widened(x)):
+        if not (as_found and _fits(weight, x) and _fits(bias, x)) or (
+            _widened(x) if which.kind == "layer" else not _in_order(x)
+        ):
             return super().forward(*args, **kwargs)
         if known.eps:  # it may be set by now
             which = which._replace(eps=getattr(self, known.eps))
@@ -211,9 +218,10 @@ class ProducingActivation(Mixin):
         if args and isinstance(args[0], Proxy):
             return leaf(self, args[0])
         known = self.recognised
-        if len(args) != 1 or kwargs or not (_found(self, known) and _plain(args[0])):
+        x: Any = args[0] if args else None
+        if len(args) != 1 or kwargs or not (_found(self, known) and _plain(x) and _in_order(x)):
             return super().forward(*args, **kwargs)
-        return activation(args[0], known.what, known.producer, SMALL.get(known.what, KEEP))
+        return activation(x, known.what, known.producer, SMALL.get(known.what, KEEP))
 
 
 class ProducingMlp(Mixin):

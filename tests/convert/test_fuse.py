@@ -312,6 +312,15 @@ def test_foreign_modules_are_recognised_by_their_numbers(norm: Callable, mlp: Ca
     assert min(sqnr(one, other) for one, other in zip(*found, strict=True)) > 40
 
 
+@pytest.mark.parametrize("part", [nn.GELU, Rms])
+def test_a_result_has_its_inputs_order_of_memory(part: Callable):
+    """Code behind it may call `view`, as groups of channels do."""
+    model, x = converted(nn.Sequential(part(), nn.Linear(K, K))), torch.randn(2, K, 6).mT
+    assert producers(model) == ["0"]
+    assert model[0](x).stride() == x.stride()
+    assert "fp8" in vars(model[0](torch.randn(2, 6, 2 * K)[..., :K])), "a slice is in order"
+
+
 def test_an_mlp_that_takes_a_residual_runs_its_own_forward():
     config = transformers.BloomConfig(vocab_size=64, hidden_size=32, n_layer=1, n_head=2, hidden_dropout=0.0)
     torch.manual_seed(1)
