@@ -249,7 +249,8 @@ def _run_mlp(module: nn.Module, linear: dict[str, nn.Module], whole: bool, modes
     (mlp,) = found
     function = UNGATED.get(mlp.kind, mlp.kind)
     leaves = [name for name, part in parts_of(module) if name not in layers and not part._modules]
-    looks = modes[:1] if ACTIVATIONS[mlp.kind].gated else modes  # its name is told, and nothing takes its place
+    # Of a gated one its name is told, and nothing takes its place.
+    looks = modes[:1] if ACTIVATIONS[mlp.kind].gated else tuple(mode for mode in modes if not mode.autocast)
     acts = [name for name in leaves if _named(module.get_submodule(name), looks) == function]
     return mlp._replace(activation=acts[0] if len(acts) == 1 else "")
 
@@ -269,7 +270,7 @@ def _mlps(twin: nn.Module, mode: Mode, layers: dict[str, StandIn], asked: tuple[
     asked: the input's width; whether its first layers read x, and it returns what the last one wrote; which kinds.
     """
     (width, whole, kinds), draw = asked, Draw()
-    rows = 2 + 256 // min(layer.out_features for layer in layers.values())  # enough to tell formulas apart
+    rows = 2 + 128 // min(layer.out_features for layer in layers.values()) * 2  # enough to tell formulas apart
     x, residual = mode.given(draw.wide(2, rows, width)), mode.given(draw(2, rows, width))
     nn.Module.to(twin, mode.dtype)  # its code may look at the weights' dtype
     for layer in layers.values():

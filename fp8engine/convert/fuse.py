@@ -17,7 +17,7 @@ from torch import nn
 
 from fp8engine.convert.blocks import repeated_blocks
 from fp8engine.convert.formulas import Mlp
-from fp8engine.convert.probe import Found, survey
+from fp8engine.convert.probe import Found, scope, survey
 from fp8engine.convert.twin import TORCHS, codes_of, own_attributes, parts_of, plain_class
 from fp8engine.nn.class_swap import Mixin, mix
 from fp8engine.nn.linear import Float8Module
@@ -31,14 +31,15 @@ NOTHING = "no norm, activation or MLP that the probe knows stands near a convert
 
 def fuse(model: nn.Module) -> int:
     """Make the recognised modules of a converted model producers; how many they are."""
-    near, made = _Near(model), 0
-    for path, what in survey(model).items():
+    near, made, known = _Near(model), 0, {}
+    for path, what in survey(model, known).items():
         for inside, mixin, recognised in _producers(model.get_submodule(path), what):
             name = f"{path}.{inside}".strip(".")
             module: Any = model.get_submodule(name)
             if isinstance(module, Mixin) or not near.reads(name, module, recognised, mixin):
                 continue
             recognised.producer = Producer(name.removeprefix(near.block_of(name)))
+            recognised.ranks, recognised.in_autocast = scope(module, known)
             mix(module, mixin)
             recognised.own = tuple((key, value) for key, value in _own(module) if key != recognised.eps)
             object.__setattr__(module, "recognised", recognised)

@@ -22,7 +22,17 @@ import torch
 from torch import nn
 
 from fp8engine.convert.formulas import Mlp, activation, mlp, norm, product
-from fp8engine.convert.twin import TOLERANCES, Mode, adapted, is_linear, keeps, own_attributes, plain_class, quiet
+from fp8engine.convert.twin import (
+    SHAPES,
+    TOLERANCES,
+    Mode,
+    adapted,
+    is_linear,
+    keeps,
+    own_attributes,
+    plain_class,
+    quiet,
+)
 from fp8engine.ops.reference import Norm
 from fp8engine.ops.reference.activations import ACTIVATIONS
 
@@ -31,31 +41,52 @@ MODES = (
     *(Mode(step, step, dtype) for dtype in TOLERANCES if dtype != torch.float64 for step in (True, False)),
     *(Mode(step, step, torch.float32, autocast=True) for step in (True, False)),
 )
+WITHOUT_AUTOCAST = tuple(mode for mode in MODES if not mode.autocast)
+LOOKS = ((norm, WITHOUT_AUTOCAST), (activation, WITHOUT_AUTOCAST), (mlp, MODES))
 Found = Norm | Mlp | str  # a str is an activation's kind
 
 
-def survey(model: nn.Module) -> dict[str, Found]:
+def survey(model: nn.Module, known: dict[tuple, Any] | None = None) -> dict[str, Found]:
     """Path -> what it is, of every norm, MLP and activation in `model`, and of none inside an MLP that is in it.
 
         norm          over its input's last dimension; its `weight` and `bias` are [K], or absent
         activation    one of ACTIVATIONS without a gate, computed by a module without parameters
         MLP           not a module that holds its layers in one child: the child is one
 
+    known: what looks at modules that are alike have found, which `scope` takes as well.
+
     >>> survey(nn.Sequential(nn.LayerNorm(32), nn.Linear(32, 64), nn.Dropout(), nn.ReLU()))
     {'0': Norm(kind='layer', eps=1e-05, zero_centered=False), '3': 'relu'}
     >>> survey(nn.Sequential(nn.Linear(32, 64), nn.SiLU(), nn.Linear(64, 32)))[""]
     Mlp(kind='silu', down='2', up='0', gate='', gate_up='', up_gate='', activation='1', residual=False)
     """
-    known: dict[tuple, Any] = {}
+    known = {} if known is None else known
     found, inside = {}, set()
     for path, module in model.named_modules():
         if id(module) in inside:
             continue
-        looks = (_look(at, module, MODES, known) for at in (norm, activation, mlp))
+        looks = (_look(at, module, modes, known) for at, modes in LOOKS)
         if (what := next(filter(None, looks), None)) is not None:
             found[path] = what
             inside |= {id(part) for part in module.modules()}
     return found
+
+
+def scope(module: nn.Module, known: dict[tuple, Any]) -> tuple[tuple[int, ...], bool]:
+    """Where a norm, an activation or an MLP computes what `survey` found: (numbers of dimensions, whether in autocast).
+
+    Of inputs of 2, 3 and 4 dimensions: code may branch on that, as norms over the channels of pictures do.  Norms may
+    cast to autocast's dtype.
+
+    >>> scope(nn.GELU(), {}), scope(nn.BatchNorm1d(32), {})
+    (((2, 3, 4), True), ((), False))
+    """
+    for at, modes in LOOKS:
+        if (what := _look(at, module, modes, known)) is not None:
+            of_rank = {rank: tuple(mode._replace(rank=rank) for mode in modes) for rank in SHAPES}
+            ranks = (rank for rank, looks in of_rank.items() if _look(at, module, looks, known) == what)
+            return tuple(ranks), _look(at, module, MODES, known) == what
+    return (), False
 
 
 def gated_products(model: nn.Module) -> dict[str, Mlp]:
@@ -76,7 +107,7 @@ def _look(at: Callable, module: nn.Module, modes: tuple[Mode, ...], known: dict[
     try:
         if (prepared := at(module)) is None:
             return None
-        key = (at, _identity(module))
+        key = (at, modes, _identity(module))
         if key not in known:
             known[key] = None
             if at is product or not keeps(module):

@@ -32,6 +32,7 @@ IN_16_BITS = 2.0**-5  # a handful of steps, each rounded to 2^-9 in BF16: enough
 TOLERANCES = dict.fromkeys((torch.float64, torch.float32), IN_FP32)
 TOLERANCES |= dict.fromkeys((torch.bfloat16, torch.float16), IN_16_BITS)
 MOST_LAYERS = 3
+SHAPES = {2: (-1,), 3: (), 4: (2, 2, -1)}  # of the rows of a look's inputs, by rank; of 3 dimensions they are drawn
 STORES = {f"{do}_{what}" for do in ("STORE", "DELETE") for what in ("ATTR", "SUBSCR", "SLICE", "GLOBAL")}
 KEEPERS = {"append", "appendleft", "extend", "insert", "setdefault", "update"}  # methods of lists and dicts
 
@@ -39,13 +40,15 @@ KEEPERS = {"append", "appendleft", "extend", "insert", "setdefault", "update"}  
 class Mode(NamedTuple):
     """How a twin runs: in training or in evaluation, with gradients or without, and its input's dtype.
 
-    autocast: an MLP's twin runs under it, and its layers return BF16.
+    autocast: the twin runs under it, and the layers of an MLP's return BF16.
+    rank: how many dimensions its inputs have for the twin, whose results must have as many.
     """
 
     training: bool
     grad: bool = False
     dtype: torch.dtype = torch.float64
     autocast: bool = False
+    rank: int = 3
 
     @property
     def compares_gradients(self) -> bool:
@@ -132,8 +135,13 @@ def run(twin: nn.Module, mode: Mode, *inputs: torch.Tensor) -> Any:
     for part in twin.modules():  # `train` may be the module's own
         part.training = mode.training
     before = _held(twin)
-    with _NoDraws(), torch.device(inputs[0].device), torch.set_grad_enabled(mode.grad):
-        y = twin(*inputs)
+    with _NoDraws(), torch.device(inputs[0].device), torch.set_grad_enabled(mode.grad), autocast(mode.autocast):
+        shaped = [x if mode.rank == 3 else x.view(*SHAPES[mode.rank], x.shape[-1]) for x in inputs]
+        y = twin(*shaped)
+        if mode.rank != 3:
+            if y.shape[:-1] != shaped[0].shape[:-1]:
+                raise ConversionError("its result has another shape")
+            y = y.reshape(*inputs[0].shape[:-1], -1)
     if [*map(id, before)] != [*map(id, _held(twin))]:
         raise ConversionError("its forward keeps what others may read")
     return y

@@ -6,8 +6,9 @@
     ProducingMlp
 
 An MLP calls its layers as modules, so that their hooks and adapters run.  Where what was recognised is not what is
-there any more, the module's own forward runs: another eps is followed; a tensor of another class or dtype, another
-value of an attribute, another module in the activation's place or one more, or a hook on it, are the own forward's.
+there any more, the module's own forward runs: another eps is followed; a tensor of another class or dtype, of a number
+of dimensions of which it computes something else, or in forward-mode AD, autocast that it follows, another value of an
+attribute, another module in the activation's place or one more, or a hook on it, are the own forward's.
 """
 
 from __future__ import annotations
@@ -120,7 +121,8 @@ def alone(x: torch.Tensor, of: NormOf, run: Callable[[torch.Tensor, NormOf], tor
 class Recognised:
     """What a module computes.  what: a norm, or an activation's kind.  eps: the name of the norm's own eps, or "".
 
-    own: the attributes that this depends on, but eps.
+    own: the attributes that this depends on, but eps.  ranks: numbers of dimensions of inputs of which it computes
+    that.  in_autocast: whether it does under autocast.
     layers: of an MLP, the paths of its gate and up, or of one layer for both, and of its down.
     others: its other parts, their paths and attributes: the activation, dropout with p = 0; their forwards do not run.
     around: of a norm, run in its place with what it runs: where it has this rank's tokens alone, it sums its
@@ -133,6 +135,8 @@ class Recognised:
     others: tuple[tuple[tuple[str, ...], nn.Module, Told], ...] = ()
     gate_last: bool = False
     own: Told = ()
+    ranks: tuple[int, ...] = ()
+    in_autocast: bool = True
     producer: Producer = field(default_factory=Producer)
     around: Callable = alone
 
@@ -141,8 +145,8 @@ NOTHING = Recognised(None)  # of an instance that other code makes with a module
 
 
 def _plain(x: Any) -> bool:
-    dense = type(x) in KNOWN and x.dtype in FLOATS and x.layout == torch.strided and not x.is_nested and x.dim()
-    return bool(dense) and not _transformed()
+    dense = type(x) in KNOWN and x.dtype in FLOATS and x.layout == torch.strided and not x.is_nested
+    return dense and not _transformed()
 
 
 def _transformed() -> bool:
@@ -161,9 +165,11 @@ def _same(now: Any, then: Any) -> bool:
     return now == then if type(now) in VALUES and type(then) in VALUES else now is then
 
 
-def _found(module: Mixin, known: Recognised) -> bool:
-    """Whether a module is what it was recognised as."""
-    return known is not NOTHING and not replaced(module) and _unchanged(module, known.own)
+def _found(module: Mixin, known: Recognised, x: torch.Tensor) -> bool:
+    """Whether a module is what it was recognised as, for x."""
+    if known is NOTHING or x.dim() not in known.ranks or (_autocast(x) and not known.in_autocast):
+        return False
+    return not replaced(module) and _unchanged(module, known.own)
 
 
 def _in_order(x: torch.Tensor) -> bool:
@@ -183,7 +189,7 @@ class ProducingNorm(Mixin):
         if isinstance(x, Proxy):
             return leaf(self, x)
         weight, bias = getattr(self, "weight", None), getattr(self, "bias", None)  # a parametrization's too
-        as_found = len(args) == 1 and not kwargs and _found(self, known) and _plain(x)
+        as_found = len(args) == 1 and not kwargs and _plain(x) and _found(self, known, x)
         if not (as_found and _fits(weight, x) and _fits(bias, x)) or (
             _widened(x) if which.kind == "layer" else not _in_order(x)
         ):
@@ -219,7 +225,7 @@ class ProducingActivation(Mixin):
             return leaf(self, args[0])
         known = self.recognised
         x: Any = args[0] if args else None
-        if len(args) != 1 or kwargs or not (_found(self, known) and _plain(x) and _in_order(x)):
+        if len(args) != 1 or kwargs or not (_plain(x) and _found(self, known, x) and _in_order(x)):
             return super().forward(*args, **kwargs)
         return activation(x, known.what, known.producer, SMALL.get(known.what, KEEP))
 
@@ -239,7 +245,7 @@ class ProducingMlp(Mixin):
         as_found = as_found and all(_passive(_part(self, path), part, own) for path, part, own in known.others)
         as_found = as_found and _parts(self, known) == len(known.layers) + len(known.others)
         as_found = as_found and _plain(x) and (x.dtype in dtypes or _autocast(x))  # else it casts x, or an error is due
-        if len(args) != 1 or kwargs or not (as_found and _found(self, known)):
+        if len(args) != 1 or kwargs or not (as_found and _found(self, known, x)):
             return super().forward(*args, **kwargs)
         *firsts, down = layers
         made = [layer(x) for layer in firsts]

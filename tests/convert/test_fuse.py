@@ -16,7 +16,7 @@ import torch
 import transformers
 from hf_families import FAMILIES, MORE
 from hf_fusing import alike, block, exact, near, pair, producers, sources, step
-from probe_modules import Gated, K, LayerNorm1P, Packed, Rms, TimmGluMlp
+from probe_modules import Function, Gated, K, LayerNorm1P, Packed, Rms, TimmGluMlp, by_hand
 from support import Net, converted, same, sqnr
 from torch import nn
 
@@ -310,6 +310,35 @@ def test_foreign_modules_are_recognised_by_their_numbers(norm: Callable, mlp: Ca
     # The order of FP32 sums may move a few of 1152 codes to the other side of a rounding boundary, each by 2^-3 of
     # itself: of 28 dB a fiftieth.
     assert min(sqnr(one, other) for one, other in zip(*found, strict=True)) > 40
+
+
+@pytest.mark.parametrize("rank", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize("at", [1, 4, 5])
+def test_of_a_rank_that_the_probe_has_not_found_alike_the_own_forward_runs(at: int, rank: int):
+    torch.manual_seed(0)
+    norm = Rms(formula=lambda m, x: by_hand(m, x) * (1 + (x.dim() == at)))
+    mlp = Gated(before=lambda x: x.flatten(1, 2) if x.dim() == at == 4 else x)
+    act = Function(lambda x: nn.functional.gelu(x) + (x.dim() == at))
+    plain, x = nn.Sequential(norm, mlp, act, nn.Linear(K, K)), torch.randn(*[2] * (rank - 1), K)
+    unfused, fused = (converted(copy.deepcopy(plain), "rowwise", fuse=fuse) for fuse in (False, None))
+    assert producers(fused) == ["0", "1", "2"]
+    assert fused(x).shape == unfused(x).shape
+    # As below, of at most 16 * 48 codes: one that moves is a part of 28 dB.
+    assert sqnr(fused(x), unfused(x)) > 40
+
+
+class LPLayerNorm(nn.LayerNorm):
+    """MosaicML's, and Nemotron's: its result has autocast's dtype."""
+
+    def forward(self, x):
+        return super().forward(x).to(torch.bfloat16 if torch.is_autocast_enabled("cpu") else x.dtype)
+
+
+def test_a_norm_that_follows_autocast_does_so():
+    model, x = converted(nn.Sequential(LPLayerNorm(K), nn.Linear(K, K))), torch.randn(4, K)
+    assert "fp8" in vars(model[0](x))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(model[0](x), LPLayerNorm(K)(x)), "in BF16"
 
 
 @pytest.mark.parametrize("part", [nn.GELU, Rms])

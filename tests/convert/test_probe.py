@@ -20,6 +20,7 @@ from probe_modules import (
     TimmGluMlp,
     TimmMlp,
     TimmSwiGlu,
+    by_hand,
     what_is,
 )
 from torch import nn
@@ -27,7 +28,7 @@ from torch.nn import functional as F
 from transformers.activations import ACT2FN
 from transformers.pytorch_utils import Conv1D
 
-from fp8engine.convert.probe import Mlp, gated_products, survey
+from fp8engine.convert.probe import Mlp, gated_products, scope, survey
 from fp8engine.ops.reference import Norm
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
@@ -240,6 +241,22 @@ def test_in_evaluation_alone_dropout_makes_no_difference():
     mlp.drop1.p = mlp.drop2.p = 0.5
     assert gated_products(mlp) == {"": MLPS["timm GluMlp"][1]}
     assert survey(mlp) == {}
+
+
+RANKS: dict[str, tuple[nn.Module, tuple[int, ...]]] = {
+    "of any": (nn.LayerNorm(K), (2, 3, 4)),
+    "a norm's branch": (Rms(formula=lambda m, x: by_hand(m, x) * (1 + (x.dim() == 4))), (2, 3)),
+    "an activation's branch": (Function(lambda x: F.gelu(x) * (1 + (x.dim() == 2))), (3, 4)),
+    "an MLP that flattens pictures": (Gated(before=lambda x: x.flatten(1, 2) if x.dim() == 4 else x), (2, 3)),
+    "an MLP that flattens rows": (MLPS["rows flattened"][0], (2, 3, 4)),
+    "batch, tokens, features": (Gated(before=lambda x: (lambda batch, tokens, features: x)(*x.shape)), (3,)),
+}
+
+
+@pytest.mark.parametrize("name", RANKS)
+def test_of_which_ranks_a_module_computes_the_same(name: str):
+    module, expected = RANKS[name]
+    assert scope(module, {}) == (expected, True)
 
 
 def test_layers_under_an_adapter_are_layers():
