@@ -24,23 +24,23 @@ ENGINE = ("numerics", "ops", "scaling", "autograd", "auto", "nn", "convert")  # 
 GOALS = {"engine": 8_600, "kernels": 2_500, "package": 20_600}  # lines of code
 # By room: lines of code that it may have.
 BUDGET = {
-    "amp": 2_971,
-    "auto": 1_710,
-    "autograd": 2_039,
+    "amp": 3_111,
+    "auto": 1_729,
+    "autograd": 2_052,
     "bench": 796,
     "cli": 963,
-    "convert": 1_690,
+    "convert": 1_740,
     "demo": 1_016,
-    "distributed": 2_238,
+    "distributed": 2_264,
     "export": 1_334,
     "integrations": 195,
-    "kernels": 2_877,
-    "nn": 1_425,
+    "kernels": 2_887,
+    "nn": 1_436,
     "numerics": 610,
-    "ops": 3_103,
-    "report": 2_807,
-    "scaling": 1_349,
-    "top level": 416,
+    "ops": 3_108,
+    "report": 2_803,
+    "scaling": 1_339,
+    "top level": 436,
 }
 NO_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 

@@ -84,8 +84,7 @@ update_loss_scale = torch._amp_update_scale_  # what torch.amp.GradScaler itself
 def runs_again() -> bool:
     """Whether what runs now, without gradients, runs again with them in backward: a reentrant checkpoint's first time.
 
-    That is the forward of an autograd Function whose context has next functions: none where gradients are off outside
-    of it too, or nothing needs one.
+    That is the forward of an autograd Function whose context has next functions: none where nothing needs a gradient.
     """
     inner = frame = sys._getframe()
     while frame is not None:
@@ -115,9 +114,8 @@ def in_checkpoint_of_graph() -> bool:
     torch 2.13 runs a mode there; 2.11 does so for checkpoints with a context_fn, and marks nodes for others.
     """
     modes = (checkpoint._CachingTorchDispatchMode, checkpoint._CachedTorchDispatchMode)
-    if any(isinstance(mode, modes) for mode in dispatch_mode_stack()):
-        return True
-    return traceback.get_current_meta().get("recompute") is not None
+    runs_a_mode = any(isinstance(mode, modes) for mode in dispatch_mode_stack())
+    return runs_a_mode or traceback.get_current_meta().get("recompute") is not None
 
 
 def constant_in_graphs(function: Function) -> Function:
@@ -126,14 +124,19 @@ def constant_in_graphs(function: Function) -> Function:
     return function
 
 
-def traced_graph() -> Any:
-    """The torch.fx graph that Dynamo is tracing; None where torch.export traces without Dynamo."""
+def _traced() -> Any:
+    """What Dynamo makes of the code that it traces; None where torch.export traces without Dynamo."""
     from torch._dynamo.symbolic_convert import InstructionTranslator  # a second; whoever traces has imported it
 
     try:
-        return InstructionTranslator.current_tx().output.graph
+        return InstructionTranslator.current_tx().output
     except AttributeError:
         return None
+
+
+def traced_graph() -> Any:
+    """The torch.fx graph that Dynamo is tracing; None where torch.export traces without Dynamo."""
+    return getattr(_traced(), "graph", None)
 
 
 def first_graph() -> bool:
@@ -146,13 +149,8 @@ def first_graph() -> bool:
 
 def traced_alone(function: str) -> bool:
     """Whether the function of that qualified name is all that Dynamo traces: Python code has called it."""
-    from torch._dynamo.symbolic_convert import InstructionTranslator
-
-    try:
-        root: Any = InstructionTranslator.current_tx().output.root_tx
-    except AttributeError:  # torch.export traces without Dynamo
-        return False
-    return root.f_code.co_qualname == function
+    traced = _traced()
+    return traced is not None and traced.root_tx.f_code.co_qualname == function
 
 
 constant_in_graphs(traced_alone)
@@ -165,13 +163,8 @@ def is_compiled(function: Callable) -> bool:
 
 def may_divide() -> bool:
     """Whether Dynamo traces something that it may divide into several graphs: not with fullgraph=True, no export."""
-    from torch._dynamo.symbolic_convert import InstructionTranslator
-
-    try:
-        root: Any = InstructionTranslator.current_tx().output.root_tx
-    except AttributeError:  # torch.export traces without Dynamo
-        return False
-    return not (root.one_graph or root.error_on_graph_break)
+    traced = _traced()
+    return traced is not None and not (traced.root_tx.one_graph or traced.root_tx.error_on_graph_break)
 
 
 constant_in_graphs(may_divide)
@@ -247,7 +240,6 @@ HELD_AS = {
 }
 HELD = frozenset(HELD_AS.values())
 
-
 # Wrappers that stand around a model or a part of it while it trains, as an error message names them.
 WRAPPERS = {
     "DistributedDataParallel": "DistributedDataParallel",
@@ -276,9 +268,8 @@ def plain_name(model: nn.Module, name: str) -> str:
     for part in name.split("."):
         if part not in HELD or part not in (HELD_AS.get(kind.__name__) for kind in type(here).__mro__):
             kept.append(part)
-        # The table of a ScriptModule has no get.
         child = next((module for key, module in here._modules.items() if key == part), None)
-        here = here if child is None else child  # a compiled module may refuse to be asked for its truth
+        here = here if child is None else child  # a compiled one may refuse `or`; a ScriptModule's table has no get
     return ".".join(kept)
 
 
@@ -332,17 +323,8 @@ def around_methods(module: Any, begin: Callable[[], None], end: Callable[[], Non
     """
     state = module._get_fsdp_state()
     before, after = state._pre_forward, state._post_forward
-
-    def pre_forward(*given):
-        begin()
-        return before(*given)
-
-    def post_forward(*given):
-        result = after(*given)
-        end()
-        return result
-
-    state._pre_forward, state._post_forward = pre_forward, post_forward
+    state._pre_forward = lambda *given: (begin(), before(*given))[1]
+    state._post_forward = lambda *given: (after(*given), end())[0]
 
 
 def forget_gathered(module: Any, parameter: Any) -> None:
@@ -367,9 +349,8 @@ def call_first(module: nn.Module, hook: Callable) -> bool:
     return False
 
 
-# An optimizer's tables of hooks, by its attributes' names.
-_MOMENTS = ("step_pre", "step_post", "state_dict_pre", "state_dict_post", "load_state_dict_pre", "load_state_dict_post")
-HOOK_TABLES = tuple(f"_optimizer_{moment}_hooks" for moment in _MOMENTS)
+_HOOKED = ("step", "state_dict", "load_state_dict")
+HOOK_TABLES = tuple(f"_optimizer_{method}_{when}_hooks" for method in _HOOKED for when in ("pre", "post"))
 
 
 def step_without_hooks(optimizer: Any, *closure: Callable) -> Any:

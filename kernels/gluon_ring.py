@@ -28,7 +28,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from fp8engine.kernels.constant import Constant
 from fp8engine.kernels.epilogue import activated, judged, real_values, rounded
 from fp8engine.kernels.launch import Address, triton_dtype
-from fp8engine.kernels.tile import place_of
+from fp8engine.kernels.walk import tile_at, tiles_of
 
 # Registers of a producer's thread.  The least that setmaxnreg gives: 8 warps at 240 and 4 at 24 (it deals by fours) are
 # 64,512 of a multiprocessor's 65,536.
@@ -61,42 +61,44 @@ def new_barriers(STAGES: gl.constexpr, CONSUMERS: gl.constexpr):
 
 @gluon.jit
 def produce(
-    a, b, scales, rings, full, empty,
+    a, b, scales, rings, full, empty, walk,
     M, N, K,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, GROUP_M: gl.constexpr,
-    STAGES: gl.constexpr,
+    STAGES: gl.constexpr, WAY: gl.constexpr, LEVELS: gl.constexpr,
 ):  # fmt: skip
     """The producer's warp.  It ends with its last load: the consumers wait for that one too before the program ends.
 
     rings: of a's and b's tiles, and with `scales`, descriptors [cdiv(K, BLOCK_K), M] and [cdiv(K, BLOCK_K), N] of FP32
-    scales, of each of these as well; `scales` is None where no scales travel by TMA.
+    scales, of each of these as well; `scales` is None where no scales travel by TMA.  walk, WAY, LEVELS: walk.py.
     """
     ROWS: gl.constexpr = BLOCK_M + BLOCK_N
     BYTES: gl.constexpr = ROWS * BLOCK_K if scales is None else ROWS * (BLOCK_K + 4)
     slot = 0
     parity = 0
-    tiles = gl.cdiv(M, BLOCK_M) * gl.cdiv(N, BLOCK_N)
-    for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
-        row, column = place_of(tile, M, N, BLOCK_M, BLOCK_N, GROUP_M)
-        for k in range(0, K, BLOCK_K):
+    for tile in range(gl.program_id(0), tiles_of(walk, M, N, WAY, BLOCK_M, BLOCK_N), gl.num_programs(0)):
+        row, _, column, expert, _, first, last = tile_at(tile, walk, M, N, K, WAY, LEVELS, BLOCK_M, BLOCK_N, GROUP_M)
+        row_b = column + expert * N if WAY == "rows" else column
+        for k in range(first, last, BLOCK_K):
             mbarrier.wait(empty.index(slot), parity ^ 1)
             mbarrier.expect(full.index(slot), BYTES)  # before the loads: never complete without
             _load(a, [row, k], full.index(slot), rings[0].index(slot))
-            _load(b, [column, k], full.index(slot), rings[1].index(slot))
+            _load(b, [row_b, k], full.index(slot), rings[1].index(slot))
             if scales is not None:
                 _load(scales[0], [k // BLOCK_K, row], full.index(slot), rings[2].index(slot))
-                _load(scales[1], [k // BLOCK_K, column], full.index(slot), rings[3].index(slot))
+                _load(scales[1], [k // BLOCK_K, row_b], full.index(slot), rings[3].index(slot))
             slot, parity = advance(slot, parity, STAGES)
 
 
 @gluon.jit
 def store_runs(
-    y, runs, row, column, M, N,
+    y, y_ptr, runs, row, down, column, M, N,
     scale_a, scale_b, bias, output_scale, staging, statistics,
     ACTIVATION: gl.constexpr, BY_ROW_A: gl.constexpr, BY_ROW_B: gl.constexpr, COUNT: gl.constexpr,
 ):  # fmt: skip
     """Finish a tile's sums, cut into runs of columns, and store one after another by TMA from a staging buffer.
 
+    y, y_ptr: the result's descriptor and, where the rows of one expert follow another's, its address: TMA would write
+    what is left of a tile behind row M over the next expert's rows.  row: of the tile in its matrix; down: of it in y.
     The arithmetic is epilogue.py's.  Returns `statistics`, (largest |y|, saturated, nonfinite) of each row of a tile,
     raised by this one's if COUNT; the rows come together once a program (`publish_rows`).
     """
@@ -119,11 +121,26 @@ def store_runs(
                 statistics[2] + as_rows(gl.sum(bad, 1), statistics[2]),
             )
         stored = rounded(y_MN, scaled_MN, y.dtype)
-        tma.store_wait(0)  # TMA has read the piece before out of the staging buffer
-        staging.store(stored)
-        fence_async_shared()  # what was written shows to TMA, which is not ordered with ordinary writes
-        _store(y, [row, first], staging)
+        if y_ptr is not None and row + runs[0].shape[0] > M:
+            store_inside(y_ptr, stored, down, first, M - row, N)
+        else:
+            tma.store_wait(0)  # TMA has read the piece before out of the staging buffer
+            staging.store(stored)
+            fence_async_shared()  # what was written shows to TMA, which is not ordered with ordinary writes
+            _store(y, [down, first], staging)
     return statistics
+
+
+@gluon.jit
+def store_inside(y, value_MN, row, column, rows, N):
+    """y[row :, column :] = value, its first `rows` rows, and columns up to N.  y: of a matrix with N columns."""
+    LAYOUT: gl.constexpr = value_MN.type.layout
+    down = gl.arange(0, value_MN.shape[0], gl.SliceLayout(1, LAYOUT))[:, None]
+    across = gl.arange(0, value_MN.shape[1], gl.SliceLayout(0, LAYOUT))[None, :]
+    # As if N were computed here: else LLVM computes the offsets ahead of the loop over tiles, and they spill.
+    N = gl.inline_asm_elementwise("", "=r,0", [N], dtype=gl.int32, is_pure=False, pack=1)
+    corner = y + row.to(gl.int64) * N + column
+    gl.store(corner + (down * N + across), value_MN, mask=(down < rows) & (across < N - column))
 
 
 @gluon.jit

@@ -20,9 +20,12 @@ def describable(x: torch.Tensor) -> bool:
     )
 
 
-def gluon(a, b, epilogue, config) -> str | None:
-    """Why `matmul_gluon` cannot multiply these operands, whose sums are promoted, on any card; None where it can."""
-    (m, k), n = a.data.shape, b.data.shape[0]
+def gluon(a, b, epilogue, config, n: int) -> str | None:
+    """Why `matmul_gluon` cannot multiply these operands, whose sums are promoted, on any card; None where it can.
+
+    n: columns of the result; b may be a stack of experts' matrices.
+    """
+    m, k = a.data.shape
     if min(m, n, k) == 0:
         return f"nothing to multiply in M, N, K = {m}, {n}, {k}"
     if not describable(a.data):

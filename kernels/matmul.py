@@ -33,6 +33,7 @@ import triton
 import triton.language as tl
 from triton.language.target_info import cuda_capability_geq
 
+from fp8engine.kernels.constant import Constant
 from fp8engine.kernels.encoded import encode_once
 from fp8engine.kernels.epilogue import publish, store_result
 from fp8engine.kernels.launch import (
@@ -47,10 +48,12 @@ from fp8engine.kernels.launch import (
     triton_dtype,
     writer,
 )
-from fp8engine.kernels.split_k import sums_of
-from fp8engine.kernels.tile import load_tile, part_of, place_of
+from fp8engine.kernels.split_k import Sums, sums_of
+from fp8engine.kernels.tile import load_tile, part_of, store_tile
 from fp8engine.kernels.tuning import Config, capability, pick, plain, programs
+from fp8engine.kernels.walk import ONE, Walk, scale_rows, tile_at, tiles_of
 
+CLEARED = Constant(16)  # rows that a program clears at a time, of those that belong to no expert
 OPERATIONS = {"kept": "matmul_fp8", "promoted": "matmul_fp8_promoted", "scaled": "matmul_block"}  # in the tuning table
 
 
@@ -99,54 +102,79 @@ def add_product(acc_MN, a_MK, b_NK, s, SUMS: tl.constexpr):
 # batch.
 @triton.jit(do_not_specialize=["M"])
 def _matmul_kernel(
-    a, b, scale_a, scale_b, bias, output_scale,
+    a, b, scale_a, scale_b, bias, output_scale, bounds,
     y, amax_ptr, counts_ptr,
-    M, N, K, stride_am, stride_ak, stride_bn, stride_bk,
+    M, N, K, EXPERTS, stride_am, stride_ak, stride_bn, stride_bk,
     stride_scale_am, stride_scale_ak, stride_scale_bn, stride_scale_bk, depth,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, FLATTEN: tl.constexpr,
     LOAD_A: tl.constexpr, LOAD_B: tl.constexpr, WHOLE: tl.constexpr, STORE_BY_DESCRIPTOR: tl.constexpr,
     PARTS: tl.constexpr, SUMS: tl.constexpr, ROWS_A: tl.constexpr, ROWS_B: tl.constexpr,
-    ACTIVATION: tl.constexpr, OUT: tl.constexpr,
+    ACTIVATION: tl.constexpr, OUT: tl.constexpr, WAY: tl.constexpr, LEVELS: tl.constexpr,
 ):  # fmt: skip
-    """ROWS_A, ROWS_B: rows that share a scale; -1: all of them.  WHOLE: 16 divides M."""
+    """ROWS_A, ROWS_B: rows that share a scale; -1: all of them.  WHOLE: 16 divides M.  WAY, LEVELS: walk.py."""
     COUNT: tl.constexpr = amax_ptr is not None or counts_ptr is not None
     SPLIT: tl.constexpr = depth is not None
     SCALED: tl.constexpr = SUMS == "scaled"
-    M_OF_A = M // 16 * 16 if WHOLE else M  # of which the compiler knows that 16 divides it: M itself is not specialised
     amax = 0.0
     saturated = 0
     nonfinite = 0
-    tiles = tl.cdiv(M, BLOCK_M) * tl.cdiv(N, BLOCK_N)
+    walk = (bounds, EXPERTS)
+    tiles = tiles_of(walk, M, N, WAY, BLOCK_M, BLOCK_N)
     items = tiles * tl.cdiv(K, depth) if SPLIT else tiles
     for item in tl.range(tl.program_id(0), items, tl.num_programs(0), flatten=FLATTEN):
-        row, column = place_of(item % tiles if SPLIT else item, M, N, BLOCK_M, BLOCK_N, GROUP_M)
-        part, first, end = part_of(item, tiles, K, depth)
+        tile = item % tiles if SPLIT else item
+        row, end, column, expert, place, first, last = tile_at(
+            tile, walk, M, N, K, WAY, LEVELS, BLOCK_M, BLOCK_N, GROUP_M
+        )
+        part = 0
+        if SPLIT:
+            part, first, last = part_of(item, tiles, K, depth)
+        if WAY == "rows" and BLOCK_M < 128:
+            last = tl.where(row < end, K, 0)  # a tile behind the rows of its expert multiplies nothing
+        # Of which the compiler knows that 16 divides it: M itself is not specialised.
+        end_a = end // 16 * 16 if WHOLE else end
+        at_a, scales_end, at_b = scale_rows(row, end_a, column, expert, place, N, WAY, ROWS_A, ROWS_B, BLOCK_M)
+        row_b = column + expert * N if WAY == "rows" else column
         acc_MN = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-        for k in range(first, end, BLOCK_K):
-            a_MK = load_tile(a, row, k, M_OF_A, K, (stride_am, stride_ak), BLOCK_M, BLOCK_K, LOAD_A)
-            b_NK = load_tile(b, column, k, N, K, (stride_bn, stride_bk), BLOCK_N, BLOCK_K, LOAD_B)
+        for k in range(first, last, BLOCK_K):
+            a_MK = load_tile(a, row, k, end_a, K, (stride_am, stride_ak), BLOCK_M, BLOCK_K, LOAD_A)
+            b_NK = load_tile(b, row_b, k, row_b - column + N, K, (stride_bn, stride_bk), BLOCK_N, BLOCK_K, LOAD_B)
             s = 1.0
             if SCALED:
                 group = k // BLOCK_K
-                s_a = scale_of(scale_a, group, row, M, (stride_scale_am, stride_scale_ak), ROWS_A, BLOCK_M, 1)
-                s_b = scale_of(scale_b, group, column, N, (stride_scale_bn, stride_scale_bk), ROWS_B, BLOCK_N, 0)
+                end_b = at_b - column + N
+                s_a = scale_of(scale_a, group, at_a, scales_end, (stride_scale_am, stride_scale_ak), ROWS_A, BLOCK_M, 1)
+                s_b = scale_of(scale_b, group, at_b, end_b, (stride_scale_bn, stride_scale_bk), ROWS_B, BLOCK_N, 0)
                 s = s_a * s_b
             acc_MN = add_product(acc_MN, a_MK, b_NK, s, SUMS)
+        bias_N = bias
+        if bias is not None:
+            bias_N = bias + expert * N
+        scale_aM = scale_a + expert * M if WAY == "sums" and ROWS_A == 1 and not SCALED else scale_a
+        scale_bN = scale_b + expert * N if WAY != "one" and ROWS_B == 1 and not SCALED else scale_b
+        y_MN = y
+        if SPLIT or WAY == "sums":
+            y_MN = y + (part + expert) * (tl.cast(M, tl.int64) * N)
         top, over, bad = store_result(
-            y + part * (tl.cast(M, tl.int64) * N) if SPLIT else y, acc_MN, row, column, M, N,
-            None if SCALED else scale_a, None if SCALED else scale_b, bias, output_scale,
+            y_MN, acc_MN, row, column, end, N,
+            None if SCALED else scale_aM, None if SCALED else scale_bN, bias_N, output_scale,
             OUT, ACTIVATION, ROWS_A == 1, ROWS_B == 1, STORE_BY_DESCRIPTOR, PARTS, COUNT,
         )  # fmt: skip
         if COUNT:
             amax = tl.maximum(amax, top)
             saturated += over
             nonfinite += bad
+    if WAY == "rows":  # those behind the last expert's
+        nothing = tl.zeros((CLEARED, BLOCK_N), dtype=OUT)
+        for cleared in range(tl.load(bounds + EXPERTS) + tl.program_id(0) * CLEARED, M, tl.num_programs(0) * CLEARED):
+            for across in range(0, N, BLOCK_N):
+                store_tile(y, nothing, cleared, across, M, N, False)
     if COUNT:
         publish(amax_ptr, counts_ptr, amax, saturated, nonfinite)
 
 
 def matmul_fp8(
-    a, b, epilogue, promoted: bool = False, config: Config | None = None, gluon: bool = True
+    a, b, epilogue, promoted: bool = False, config: Config | None = None, gluon: bool = True, walk: Walk = ONE
 ) -> torch.Tensor:
     """y [M, N] of `epilogue.out` from operands (data, scale, rows, cols, ...) of FP8 codes contiguous along K.
 
@@ -155,19 +183,23 @@ def matmul_fp8(
     epilogue: bias_N, activation, out, scale (of an FP8 result), amax, counts, as in the twin's Epilogue.
     promoted: whether sums are; under scales along K they always are.
     gluon: whether a configuration of Gluon's kernel is run by it where it can; else plain Triton runs it.
+    walk: of one matrix, or of experts: y is then what matmul_grouped.py says.
     """
-    sums, m, n, where = sums_of_products(a, promoted), a.data.shape[0], b.data.shape[0], a.data.device
+    sums, (shape, m) = sums_of_products(a, promoted), walk.result(a.data, b.data)
+    if 0 in shape:
+        return a.data.new_empty(shape, dtype=epilogue.out)
     if config is None:
-        config = pick(OPERATIONS[sums], capability(where), m, n, describable(a.data) and describable(b.data))
+        aligned = describable(a.data) and describable(b.data)
+        config = pick(OPERATIONS[sums], capability(a.data.device), m, shape[-1], aligned)
     if gluon and config.kernel == "gluon" and sums != "kept":
         from fp8engine.kernels import matmul_gluon  # experimental in Triton: only where used
 
-        if matmul_gluon.unsupported(a, b, epilogue, config) is None:
-            return matmul_gluon.matmul_gluon(a, b, epilogue, config)
+        if matmul_gluon.unsupported(a, b, epilogue, config, walk) is None:
+            return matmul_gluon.matmul_gluon(a, b, epilogue, config, walk)
     config, rows = plain(config), (1 if a.scale.dim() == 2 else -1, 1 if b.scale.dim() == 2 else -1)
     if sums == "scaled":
         config, rows = config._replace(block_k=a.cols), (a.rows, b.rows)
-    return _launch(OPERATIONS[sums], a.data, b.data, Scales(sums, a.scale, b.scale, rows), epilogue, config)
+    return _launch(OPERATIONS[sums], a.data, b.data, Scales(sums, a.scale, b.scale, rows), epilogue, config, walk)
 
 
 def matmul_fp16(a_MK: torch.Tensor, b_NK: torch.Tensor, epilogue, config: Config | None = None) -> torch.Tensor:
@@ -181,30 +213,38 @@ def matmul_fp16(a_MK: torch.Tensor, b_NK: torch.Tensor, epilogue, config: Config
 
 
 def _launch(
-    operation: str, a_MK: torch.Tensor, b_NK: torch.Tensor, scales: Scales, epilogue, config: Config
+    operation: str, a_MK: torch.Tensor, b_NK: torch.Tensor, scales: Scales, epilogue, config: Config, walk: Walk = ONE
 ) -> torch.Tensor:
-    (m, k), n, where, scaled = a_MK.shape, b_NK.shape[0], a_MK.device, scales.sums == "scaled"
-    if m == 0 or n == 0:
-        return a_MK.new_empty(m, n, dtype=epilogue.out)
+    (m, k), where, scaled = a_MK.shape, a_MK.device, scales.sums == "scaled"
+    shape, rows = walk.result(a_MK, b_NK)
+    n = shape[-1]
+    if 0 in shape:
+        return a_MK.new_empty(shape, dtype=epilogue.out)
     load_a, load_b = (load_of(a_MK), load_of(b_NK)) if config.descriptors else (POINTER, POINTER)
-    whole = load_a == POINTER and a_MK.itemsize == 2 and m % MULTIPLE == 0  # its rows may be what is read side by side
-    sums = sums_of(m, n, k, config, epilogue, where)
-    end, cut = sums.epilogue, parts(config, sums.epilogue, sums.y)
+    # Where its rows, or scales of its rows, may be what is read side by side.
+    whole = m % MULTIPLE == 0 and (walk.way == "sums" or (load_a == POINTER and a_MK.itemsize == 2))
+    if walk.bounds is None:
+        sums = sums_of(m, n, k, config, epilogue, where)
+        end, cut = sums.epilogue, parts(config, sums.epilogue, sums.y)
+    else:  # y is written by pointers, whose masks end with an expert
+        config = config._replace(flatten=False)
+        sums = Sums(a_MK.new_empty(shape, dtype=epilogue.out), epilogue)
+        end, cut = epilogue, parts(config._replace(descriptors=False), epilogue, sums.y.flatten(0, -2))
     late = (None, None) if scaled else (scales.a, scales.b)  # of parts: when they are added
     if sums.depth is not None and not scaled:
         scales = Scales(scales.sums)
-    grid = persistent_grid(m, n, config, where, programs(operation, config, where), sums.parts)
+    grid = persistent_grid(rows, n, config, where, programs(operation, config, where), sums.parts)
     launched = _matmul_kernel[grid](
         reader(a_MK, load_a, config.block_m, config.block_k), reader(b_NK, load_b, config.block_n, config.block_k),
-        scales.a, scales.b, end.bias_N, end.scale,  # inputs
+        scales.a, scales.b, end.bias_N, end.scale, walk.bounds,  # inputs
         writer(sums.y, sums.described, config.block_m, config.block_n // cut),
         end.amax, end.counts,  # outputs
-        m, n, k, *a_MK.stride(), *b_NK.stride(),  # sizes
+        m, n, k, walk.experts, *a_MK.stride(), *b_NK.stride(),  # sizes
         *((*scales.a.stride(), *scales.b.stride()) if scaled else (0, 0, 0, 0)), sums.depth,
         BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k, GROUP_M=config.group_m,  # constants
         LOAD_A=load_a, LOAD_B=load_b, WHOLE=whole, STORE_BY_DESCRIPTOR=sums.described, PARTS=cut,
         SUMS=scales.sums, ROWS_A=scales.rows[0], ROWS_B=scales.rows[1],
-        ACTIVATION=end.activation, OUT=triton_dtype(end.out),
+        ACTIVATION=end.activation, OUT=triton_dtype(end.out), WAY=walk.way, LEVELS=walk.levels,
         FLATTEN=config.flatten, num_warps=config.warps, num_stages=stages(config, sums.y),
     )  # fmt: skip
     encode_once(launched)

@@ -23,8 +23,9 @@ are multiplied meanwhile.
 Ceilings (`make codegen`) and the bytes from L2 are in kernels/README.md.  Per element of a tile and g one addition, one
 multiply-add, or one multiply-add and a multiplication; from L2 (BLOCK_M + BLOCK_N) * BLOCK_K bytes.  Tiles of 256x128
 (two products a consumer, issued in turns) took 0.99 to 1.03 of these tiles' time on an H200, and went.
-It cannot be interpreted: its twin is kernels/matmul.py, whose sums and roundings come in the same order, and what it
-cannot do (`unsupported`) is left to that one.
+Of experts it multiplies all in one launch: only which tile is whose changes (walk.py).
+It cannot be interpreted: its twins are kernels/matmul.py and matmul_grouped.py, whose sums and roundings come in the
+same order, and what it cannot do (`unsupported`) is left to them.
 Sources: DeepSeek-V3, arXiv 2412.19437, section 3.3; DeepGEMM for two consumers, of 64 rows each.
 """
 
@@ -44,11 +45,13 @@ from fp8engine.kernels.gluon_ring import (
     no_statistics,
     produce,
     publish_rows,
+    store_inside,
     store_runs,
 )
 from fp8engine.kernels.launch import interpreted, persistent_grid
-from fp8engine.kernels.tile import pieces, place_of
+from fp8engine.kernels.tile import pieces
 from fp8engine.kernels.tuning import Config, capability
+from fp8engine.kernels.walk import ONE, Walk, scale_rows, tile_at, tiles_of
 
 CONSUMERS = Constant(2)  # tiles: limits.TILE
 ROWS = Constant(64)  # of a product
@@ -74,7 +77,7 @@ def _load_scales(
     s_M = 0.0
     s_b = 0.0
     if SCALES == "loaded":
-        group = gl.minimum(group, groups - 1)  # there is none ahead of the last
+        group = gl.maximum(gl.minimum(group, groups - 1), 0)  # there is none ahead of the last, or at all
         s_M = gl.load(scale_a + rows // ROWS_A * strides[0] + group * strides[1], mask=rows < M, other=0.0)
         s_b = gl.load(scale_b + column // ROWS_B * strides[2] + group * strides[3])
     return s_M, s_b
@@ -136,11 +139,11 @@ def _promote_last(runs, sums_MN, loaded, rings, empty, slot, SCALES: gl.constexp
 @gluon.jit
 def _consume(
     scale_a, scale_b, bias, output_scale,
-    y, amax_ptr, counts_ptr, rings, staging, full, empty,
+    y, y_ptr, amax_ptr, counts_ptr, rings, staging, full, empty, walk,
     M, N, K, strides,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, GROUP_M: gl.constexpr,
     STAGES: gl.constexpr, PARTS: gl.constexpr, SCALES: gl.constexpr, ROWS_A: gl.constexpr, ROWS_B: gl.constexpr,
-    ACTIVATION: gl.constexpr, PART: gl.constexpr,
+    ACTIVATION: gl.constexpr, WAY: gl.constexpr, LEVELS: gl.constexpr, PART: gl.constexpr,
 ):  # fmt: skip
     """A consumer's four warps, which take the product number PART of each tile and group of K."""
     SUMS: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_N, 32])
@@ -148,31 +151,36 @@ def _consume(
     statistics = no_statistics(ROWS, gl.SliceLayout(1, SUMS))
     slot = 0
     parity = 0
-    groups = gl.cdiv(K, BLOCK_K)
-    whole = groups // PRODUCTS * PRODUCTS
-    tiles = gl.cdiv(M, BLOCK_M) * gl.cdiv(N, BLOCK_N)
-    for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
-        row, column = place_of(tile, M, N, BLOCK_M, BLOCK_N, GROUP_M)
+    for tile in range(gl.program_id(0), tiles_of(walk, M, N, WAY, BLOCK_M, BLOCK_N), gl.num_programs(0)):
+        row, end, column, expert, place, first, last = tile_at(
+            tile, walk, M, N, K, WAY, LEVELS, BLOCK_M, BLOCK_N, GROUP_M
+        )
+        first = first // BLOCK_K
+        groups = gl.cdiv(last, BLOCK_K)
         row += ROWS * PART
-        rows = row + gl.arange(0, ROWS, gl.SliceLayout(1, SUMS))
+        at_a, end_a, at_b = scale_rows(
+            row, M, column, expert, place + ROWS * PART, N, WAY, ROWS_A, ROWS_B, CONSUMERS * ROWS
+        )
+        rows = at_a + gl.arange(0, ROWS, gl.SliceLayout(1, SUMS))
         zero_MN = gl.zeros((ROWS, BLOCK_N), gl.float32, SUMS)
         runs = pieces(zero_MN, PARTS)  # of columns: the sums
-        after = _load_scales(scale_a, scale_b, rows, column, 0, groups, M, strides, SCALES, ROWS_A, ROWS_B)
-        for g in range(0, whole, PRODUCTS):
+        after = _load_scales(scale_a, scale_b, rows, at_b, first, groups, end_a, strides, SCALES, ROWS_A, ROWS_B)
+        whole = first + (groups - first) // PRODUCTS * PRODUCTS
+        for g in range(first, whole, PRODUCTS):
             now = after  # a product's scales, and those of the product after it
-            after = _load_scales(scale_a, scale_b, rows, column, g + 1, groups, M, strides, SCALES, ROWS_A, ROWS_B)
+            after = _load_scales(scale_a, scale_b, rows, at_b, g + 1, groups, end_a, strides, SCALES, ROWS_A, ROWS_B)
             sums_MN = _multiply(rings, full, slot, parity, zero_MN, PART)
             for u in gl.static_range(1, PRODUCTS):
-                last = now
+                previous = now
                 before = slot + 0  # a value of its own: Triton carries no alias (tests/house/test_loop_carried.py)
                 now = after
                 after = _load_scales(
-                    scale_a, scale_b, rows, column, g + u + 1, groups, M, strides, SCALES, ROWS_A, ROWS_B
+                    scale_a, scale_b, rows, at_b, g + u + 1, groups, end_a, strides, SCALES, ROWS_A, ROWS_B
                 )
                 slot, parity = advance(slot, parity, STAGES)
                 next_MN = _multiply(rings, full, slot, parity, zero_MN, PART)
                 done_MN = warpgroup_mma_wait(1, deps=(sums_MN,))  # all but the newest
-                factors = _factors(runs, last, rings, before, SCALES, PART)
+                factors = _factors(runs, previous, rings, before, SCALES, PART)
                 mbarrier.arrive(empty.index(before), count=1)  # its scales have been read as well
                 runs = _promoted(runs, done_MN, factors, SCALES)
                 sums_MN = next_MN
@@ -180,14 +188,26 @@ def _consume(
             slot, parity = advance(slot, parity, STAGES)
         for g in range(whole, groups):
             these = after
-            after = _load_scales(scale_a, scale_b, rows, column, g + 1, groups, M, strides, SCALES, ROWS_A, ROWS_B)
+            after = _load_scales(scale_a, scale_b, rows, at_b, g + 1, groups, end_a, strides, SCALES, ROWS_A, ROWS_B)
             sums_MN = _multiply(rings, full, slot, parity, zero_MN, PART)
             runs = _promote_last(runs, sums_MN, these, rings, empty, slot, SCALES, PART)
             slot, parity = advance(slot, parity, STAGES)
+        bias_N = bias
+        if bias is not None:
+            bias_N = bias + expert * N
+        scale_aM = scale_a + expert * M if WAY == "sums" and ROWS_A == 1 and SCALES == "none" else scale_a
+        scale_bN = scale_b + expert * N if WAY != "one" and ROWS_B == 1 and SCALES == "none" else scale_b
         statistics = store_runs(
-            y, runs, row, column, M, N, scale_a if SCALES == "none" else None, scale_b, bias,
-            output_scale, staging, statistics, ACTIVATION, ROWS_A == 1, ROWS_B == 1, COUNT,
+            y, y_ptr, runs, row, row + expert * M if WAY == "sums" else row, column, end, N,
+            scale_aM if SCALES == "none" else None, scale_bN, bias_N, output_scale, staging, statistics,
+            ACTIVATION, ROWS_A == 1, ROWS_B == 1, COUNT,
         )  # fmt: skip
+    if WAY == "rows":  # those behind the last expert's
+        nothing = gl.zeros((ROWS, BLOCK_N), y.dtype, SUMS)
+        beyond = gl.load(walk[0] + walk[1]) + (gl.program_id(0) * CONSUMERS + PART) * ROWS
+        for cleared in range(beyond, M, gl.num_programs(0) * CONSUMERS * ROWS):
+            for across in range(0, N, BLOCK_N):
+                store_inside(y_ptr, nothing, cleared, across, M - cleared, N)
     if COUNT:
         publish_rows(amax_ptr, counts_ptr, statistics)
     tma.store_wait(0)  # shared memory goes with the program
@@ -196,12 +216,12 @@ def _consume(
 # M is the number of tokens: no machine code depends on what divides it, and it changes from batch to batch.
 @gluon.jit(do_not_specialize=["M"])
 def _matmul_gluon_kernel(
-    a, b, scale_a, scale_b, bias, output_scale,
-    y, amax_ptr, counts_ptr,
-    M, N, K, stride_scale_am, stride_scale_ak, stride_scale_bn, stride_scale_bk,
+    a, b, scale_a, scale_b, bias, output_scale, bounds,
+    y, y_ptr, amax_ptr, counts_ptr,
+    M, N, K, EXPERTS, stride_scale_am, stride_scale_ak, stride_scale_bn, stride_scale_bk,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, GROUP_M: gl.constexpr,
     STAGES: gl.constexpr, PARTS: gl.constexpr, SCALES: gl.constexpr, ROWS_A: gl.constexpr, ROWS_B: gl.constexpr,
-    ACTIVATION: gl.constexpr,
+    ACTIVATION: gl.constexpr, WAY: gl.constexpr, LEVELS: gl.constexpr,
 ):  # fmt: skip
     gl.static_assert(BLOCK_M == CONSUMERS * ROWS)
     gl.static_assert(STAGES >= 2, "two products are in flight")
@@ -219,66 +239,77 @@ def _matmul_gluon_kernel(
     staging_1 = gl.allocate_shared_memory(y.dtype, [ROWS, BLOCK_N // PARTS], y.layout)
     full, empty = new_barriers(STAGES, CONSUMERS)
     strides = (stride_scale_am, stride_scale_ak, stride_scale_bn, stride_scale_bk)
+    walk = (bounds, EXPERTS)
     gl.warp_specialize(
         [
             (
                 _consume,
                 (
-                    scale_a, scale_b, bias, output_scale, y, amax_ptr, counts_ptr, rings, staging_0, full, empty,
-                    M, N, K, strides,
-                    BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, STAGES, PARTS, SCALES, ROWS_A, ROWS_B, ACTIVATION, 0,
+                    scale_a, scale_b, bias, output_scale, y, y_ptr, amax_ptr, counts_ptr, rings, staging_0, full, empty,
+                    walk, M, N, K, strides,
+                    BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, STAGES, PARTS, SCALES, ROWS_A, ROWS_B, ACTIVATION,
+                    WAY, LEVELS, 0,
                 ),
             ),
             (
                 _consume,
                 (
-                    scale_a, scale_b, bias, output_scale, y, amax_ptr, counts_ptr, rings, staging_1, full, empty,
-                    M, N, K, strides,
-                    BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, STAGES, PARTS, SCALES, ROWS_A, ROWS_B, ACTIVATION, 1,
+                    scale_a, scale_b, bias, output_scale, y, y_ptr, amax_ptr, counts_ptr, rings, staging_1, full, empty,
+                    walk, M, N, K, strides,
+                    BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, STAGES, PARTS, SCALES, ROWS_A, ROWS_B, ACTIVATION,
+                    WAY, LEVELS, 1,
                 ),
             ),
-            (produce, (a, b, scales, rings, full, empty, M, N, K, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, STAGES)),
+            (
+                produce,
+                (
+                    a, b, scales, rings, full, empty, walk, M, N, K,
+                    BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, STAGES, WAY, LEVELS,
+                ),
+            ),
         ],
         [4, 1],
         [REGISTERS, PRODUCER_REGISTERS],
     )  # fmt: skip
 
 
-def unsupported(a, b, epilogue, config: Config) -> str | None:
+def unsupported(a, b, epilogue, config: Config, walk: Walk = ONE) -> str | None:
     """Why `matmul_gluon` cannot do this, for its arguments; None where it can."""
     if interpreted():
         return "Gluon has no interpreter"
     if (found := capability(a.data.device)) != (9, 0):
         return f"written for sm_90, and this is sm_{found[0]}{found[1]}"
-    return limits.gluon(a, b, epilogue, config)
+    return limits.gluon(a, b, epilogue, config, walk.result(a.data, b.data)[0][-1])
 
 
-def matmul_gluon(a, b, epilogue, config: Config) -> torch.Tensor:
+def matmul_gluon(a, b, epilogue, config: Config, walk: Walk = ONE) -> torch.Tensor:
     """y [M, N] of `epilogue.out`, wherever `unsupported` says None.
 
     As a promoted `matmul_fp8`.  epilogue: everything is used.
     config: block_m, block_n and block_k are limits.TILE.
     """
-    (m, k), n = a.data.shape, b.data.shape[0]
-    y_MN = torch.empty(m, n, dtype=epilogue.out, device=a.data.device)
+    m, k = a.data.shape
+    shape, rows = walk.result(a.data, b.data)
+    y = torch.empty(shape, dtype=epilogue.out, device=a.data.device)
     scale_a, scale_b, strides = a.scale, b.scale, (0, 0, 0, 0)
     rows_a, rows_b = (1 if scale.dim() == 2 else 0 for scale in (a.scale, b.scale))
-    way = "none"
+    scales = "none"
     if a.scaled_along_k:
-        way, rows_a, rows_b, strides = "loaded", a.rows, b.rows, (*a.scale.stride(), *b.scale.stride())
+        scales, rows_a, rows_b, strides = "loaded", a.rows, b.rows, (*a.scale.stride(), *b.scale.stride())
         if rows_a == rows_b == 1:
-            way, strides = "ring", (0, 0, 0, 0)
+            scales, strides = "ring", (0, 0, 0, 0)
             scale_a = descriptor(a.scale.t(), (1, config.block_m), swizzled=False)
             scale_b = descriptor(b.scale.t(), (1, config.block_n), swizzled=False)
-    launched = _matmul_gluon_kernel[persistent_grid(m, n, config, y_MN.device)](
+    launched = _matmul_gluon_kernel[persistent_grid(rows, shape[-1], config, y.device)](
         descriptor(a.data, (config.block_m, config.block_k)), descriptor(b.data, (config.block_n, config.block_k)),
-        scale_a, scale_b, epilogue.bias_N, epilogue.scale,  # inputs
-        descriptor(y_MN, (ROWS.value, config.block_n // config.parts)), epilogue.amax, epilogue.counts,  # outputs
-        m, n, k, *strides,  # sizes
+        scale_a, scale_b, epilogue.bias_N, epilogue.scale, walk.bounds,  # inputs
+        descriptor(y.flatten(0, -2), (ROWS.value, config.block_n // config.parts)),  # outputs
+        y if walk.experts else None, epilogue.amax, epilogue.counts,
+        m, shape[-1], k, walk.experts, *strides,  # sizes
         BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k, GROUP_M=config.group_m,  # constants
-        STAGES=config.stages, PARTS=config.parts, SCALES=way, ROWS_A=rows_a, ROWS_B=rows_b,
-        ACTIVATION=epilogue.activation,
+        STAGES=config.stages, PARTS=config.parts, SCALES=scales, ROWS_A=rows_a, ROWS_B=rows_b,
+        ACTIVATION=epilogue.activation, WAY=walk.way, LEVELS=walk.levels,
         num_warps=config.warps // CONSUMERS.value,
     )  # fmt: skip
     encode_once(launched)
-    return y_MN
+    return y

@@ -67,7 +67,7 @@ def _expert_cast_kernel(
     ends = last_blocks(bounds, EXPERTS, WIDTH)
     across = tl.cdiv(K, BLOCK_K)
     strides = (stride_m, stride_k)
-    scale_strides = (1, WIDE // ROWS) if TRANSPOSED else (tl.cdiv(K, COLS), 1)
+    scale_strides = (tl.cdiv(K, COLS), 1)
     for tile in tl.range(tl.program_id(0), tl.load(bounds + 2 * EXPERTS + 1) * across, tl.num_programs(0)):
         block, column = tile // across, tile % across * BLOCK_K
         expert = expert_of(block, ends)
@@ -147,9 +147,10 @@ def quantize_experts(x_TK: torch.Tensor, cast, bounds_2E1, slot=None, transposed
     q = torch.empty((k, wide) if transposed else (t, k), dtype=cast.dtype, device=where)
     by_column = cast.rows == -1
     shape = experts if by_column else wide // cast.rows, math.ceil(k / cast.cols)
-    scale = torch.empty(shape[::-1] if transposed and not by_column else shape, dtype=torch.float32, device=where)
+    scale = torch.empty(shape, dtype=torch.float32, device=where)
+    given = scale.t() if transposed and not by_column else scale  # contiguous along rows: matmul_gluon.py reads them
     if x_TK.numel() == 0:
-        return q, scale.fill_(1.0)
+        return q, given.fill_(1.0)
     wide_access = describable(x_TK) and k % MULTIPLE == 0
     piece = COLUMNS if wide_access and cast.cols <= COLUMNS else NARROW
     warps = WARPS // 2 if wide_access and piece == NARROW else WARPS  # 16 elements a thread: stores of 16 bytes
@@ -173,7 +174,7 @@ def quantize_experts(x_TK: torch.Tensor, cast, bounds_2E1, slot=None, transposed
         ROWS=cast.rows, COLS=cast.cols, TRANSPOSED=transposed, COUNT=count, RECORD=record,
         BLOCK_K=block_k, PIECE=piece, num_warps=warps,
     )  # fmt: skip
-    return q, scale
+    return q, given
 
 
 def transpose_experts(q_TK: torch.Tensor, bounds_2E1: torch.Tensor) -> torch.Tensor:

@@ -136,13 +136,19 @@ def _grouped() -> Iterator[Case]:
     seen = set()
     for operation in ("matmul_fp8", "matmul_fp8_promoted", "matmul_block"):
         for arch in ("sm_90", "sm_89"):
-            for size, config in table()[operation][arch].items():
-                config, hopper = plain(config)._replace(ratio=None, flatten=False, split_k=1), arch == "sm_90"
+            committed = [
+                (size, one) for size, config in table()[operation][arch].items() for one in (config, plain(config))
+            ]
+            for size, config in committed:
+                config, hopper = config._replace(ratio=None, flatten=False, split_k=1), arch == "sm_90"
                 if (operation, arch, config) in seen or not (hopper or size == "large"):
                     continue
                 seen.add((operation, arch, config))
-                unaligned = hopper and not config.descriptors
-                for n in (SIZE + 1,) if unaligned else (SIZE, SIZE + 1) if hopper and size == "large" else (SIZE,):
+                unaligned, odd = (
+                    hopper and not config.descriptors,
+                    hopper and size == "large" and config == plain(config),
+                )
+                for n in (SIZE + 1,) if unaligned else (SIZE, SIZE + 1) if odd else (SIZE,):
                     yield from _grouped_under(config, operation, arch, n, SIZE + unaligned)
 
 
@@ -162,7 +168,7 @@ def _experts(in_blocks: bool, n: int, k: int) -> tuple[Operand, Operand, Operand
     if in_blocks:
         b = _operand(EXPERTS * -(-n // 128) * 128, k, 128, 128)
         b = b._replace(data=_meta(EXPERTS * n, k, dtype=E4M3))
-        return _operand(t, k, 1, 128), b, _operand(n, wide, 1, 128), _operand(SIZE, wide, 1, 128)
+        return _operand(t, k, 1, 128), b, *(_operand(size, wide, 1, 128, True) for size in (n, SIZE))
     b = _operand(EXPERTS * n, k, 1, -1)
     of_x, of_dy = (Operand(_meta(size, wide, dtype=E4M3), _meta(EXPERTS, size), 1, -1) for size in (n, SIZE))
     return _operand(t, k, 1, -1), b, of_x, of_dy

@@ -50,7 +50,7 @@ FAMILIES = {
     "matmuls": ("tile", "epilogue", "matmul"),
     "Gluon": ("gluon_ring", "matmul_gluon"),
     "split-K": ("split_k",),
-    "grouped": ("matmul_grouped", "quantize_experts", "expert_rows"),
+    "grouped": ("matmul_grouped", "walk", "quantize_experts", "expert_rows"),
     "attention": ("attention", "attention_cast", "attention_backward"),
     "scale update": ("scale_update",),
 }

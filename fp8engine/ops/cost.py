@@ -145,7 +145,7 @@ def dispatched(recipe: Recipe, name: str, shape: tuple[int, int, int], bias: boo
     if by_block:
         a, b = triton_backend.in_groups(a, size), triton_backend.in_groups(b, size)
     config = tuning.pick(operation, HOPPER, m, n, limits.describable(a.data) and limits.describable(b.data))
-    if limits.gluon(a, b, Epilogue(), config):
+    if limits.gluon(a, b, Epilogue(), config, n):
         config = tuning.plain(config)
     return operation, config._replace(block_k=size) if by_block else config
 

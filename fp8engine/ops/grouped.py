@@ -229,7 +229,8 @@ def _shapes(x, cast, bounds, transposed):
     down, across = (experts, k) if cast.rows == -1 else (wide // cast.rows, -(-k // cast.cols))
     turned = transposed and cast.rows != -1
     q = x.new_empty((k, wide) if transposed else (t, k), dtype=cast.dtype)
-    return q, x.new_empty((across, down) if turned else (down, across), dtype=torch.float32)
+    scale = x.new_empty(down, across, dtype=torch.float32)
+    return q, scale.t() if turned else scale
 
 
 @operation(

@@ -173,7 +173,9 @@ def grouped(launcher: str, a: Operand, b: Operand, bounds_2E1, epilogue: Epilogu
     epilogue: the result's dtype, and a bias [E, N] of rows.
     """
     a, b = _suited(a, b)
-    return _launch(a.data, ("matmul_grouped", launcher), a, b, bounds_2E1, epilogue, not fast)
+    return _launch(
+        a.data, ("matmul_grouped", launcher), a, b, bounds_2E1, epilogue, not fast, None, environment.gluon()
+    )
 
 
 def _suited(a: Operand, b: Operand) -> tuple[Operand, Operand]:

@@ -21,10 +21,10 @@ HOST = {"cast_transpose", "constant", "encoded", "launch", "limits", "tuning"}  
 ABSENT = {
     "casts": {"registers", "ring"},
     "norms": {"atomics", "registers", "ring"},
-    "matmuls": {"atomics", "registers", "unwritten"},
+    "matmuls": {"atomics", "registers"},
     "Gluon": {"dtype", "launch", "overflow", "rounding", "transposed", "unwritten", "value"},
     "split-K": {"atomics", "registers", "ring", "rounding", "transposed", "value"},
-    "grouped": {"registers", "rounding", "value"},
+    "grouped": {"overflow", "registers", "ring", "rounding", "value"},
     "attention": {"atomics", "count", "launch", "registers", "ring"},
     "scale update": {"atomics", "launch", "registers", "ring", "sum", "transposed", "value"},
 }

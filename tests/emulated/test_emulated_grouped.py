@@ -56,6 +56,7 @@ THIN = [
     for operation, arch in (("matmul_block", "sm_90"), ("matmul_fp8_promoted", "sm_89"))
 ]
 QUICK = Config(64, 32, 64, group_m=2, warps=4, stages=3)
+HOPPER = Config(128, 128, 128, group_m=2, warps=8, stages=3, parts=2, kernel="gluon")
 
 
 def codes(rows: int, columns: int, dtype: torch.dtype = E4M3) -> torch.Tensor:
@@ -93,7 +94,7 @@ def transposed(kind: str, sizes: list[int], bounds: torch.Tensor, columns: int, 
         return Operand(data, torch.tensor(0.25))
     if kind == "row":
         return Operand(data, scales(len(sizes), columns), 1, -1)
-    return Operand(data, scales(columns, blocks), 1, 128, True)
+    return Operand(data, scales(blocks, columns).t(), 1, 128, True)  # along rows, as the cast leaves them
 
 
 def check_rows(kind: str, sizes: list[int], n: int, k: int, promoted: bool, config: Config | None, beyond: int = 3):
@@ -144,23 +145,47 @@ def test_every_division_of_rows(division: str, card, whole: bool):
         check_sums(kind, DIVISIONS[division], 40, 24, kind != "tensor", QUICK)
 
 
+@pytest.mark.short
+@pytest.mark.few(1)
 @pytest.mark.slow
-def test_64_experts_of_17_rows(card):
+@pytest.mark.parametrize("division", DIVISIONS)
+def test_hoppers_kernel_multiplies_every_division_of_rows(division: str, card, whole: bool):
+    """The last rows of an expert are less than a tile, and its last columns and values of K too."""
+    there, first = card(90), list(DIVISIONS).index(division)
+    for kind in KINDS if whole else [list(KINDS)[-1 - first % len(KINDS)]]:
+        check_rows(kind, DIVISIONS[division], 136, 144, True, HOPPER)
+        check_sums(kind, DIVISIONS[division], 132, 136, True, HOPPER)
+    assert {done.kernel for done in there.done} == {"_matmul_gluon_kernel"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_hoppers_kernel_sums_four_products_together_and_the_rest_alone(kind: str, card):
+    there = card(90)
+    check_rows(kind, [140, 0, 3], 128, 656, True, HOPPER)
+    check_sums(kind, [9, 0, 700], 64, 144, True, HOPPER)
+    assert {done.kernel for done in there.done} == {"_matmul_gluon_kernel"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("config", [QUICK, HOPPER], ids=["Triton", "Gluon"])
+def test_64_experts_of_17_rows(config: Config, card):
     card()
-    check_rows("row", MANY, 16, 32, True, QUICK)
-    check_sums("row", MANY, 16, 16, True, QUICK)
+    check_rows("row", MANY, 16, 32, True, config)
+    check_sums("row", MANY, 16, 16, True, config)
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("config", [None, HOPPER], ids=["Triton", "Gluon"])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_what_is_not_finite_stays_with_its_expert(bad: float, card):
+def test_what_is_not_finite_stays_with_its_expert(bad: float, config: Config | None, card):
     sizes = [30, 3, 0, 70]
     bounds = twin.bounds_of(torch.tensor(sizes))
     card()
     a, b = operand("row", sum(sizes), 48), stack("row", len(sizes), 24, 48)
     a = a._replace(data=a.data.float().to(E5M2))
     a.data[31, 7], b.data[24 + 3, 5] = bad, float("nan")  # both of the second expert
-    found = grouped_rows(a, b, bounds, Epilogue(None, torch.float32))
+    found = grouped_rows(a, b, bounds, Epilogue(None, torch.float32), config is not None, config)
     assert differs(found[:30], twin.grouped_rows(a, b, bounds, out=torch.float32)[:30]) is None
     assert found[33:].isfinite().all()
     assert not found[31].isfinite().any()
@@ -169,7 +194,7 @@ def test_what_is_not_finite_stays_with_its_expert(bad: float, card):
     how = cast_of(E4M3, -1, 1, True)
     q, scale = quantize_experts.quantize_experts(x, how, bounds, None, True)
     a = Operand(q, scale, 1, -1, True)
-    dw = grouped_sums(a, a, bounds, Epilogue(None, torch.float32))
+    dw = grouped_sums(a, a, bounds, Epilogue(None, torch.float32), config is not None, config)
     assert dw[[0, 2, 3]].isfinite().all()
     assert dw[1].isnan().any()
 
@@ -267,6 +292,19 @@ def test_a_step_has_as_many_launches_for_any_number_of_experts(recipe: str, expe
         y = layer(x, torch.full((experts,), 17))
         y.backward(torch.ones_like(y))
     assert len(there.done) == LAUNCHES[recipe]
+
+
+@pytest.mark.short
+def test_large_experts_in_blocks_are_multiplied_by_hoppers_kernel(monkeypatch: pytest.MonkeyPatch):
+    """Forward, dgrad and wgrad: the casts leave codes and scales as its copies by TMA want them."""
+    monkeypatch.setattr(triton_backend, "no_card", lambda where, oldest=None: None)
+    monkeypatch.setattr(Launch, "run", lambda self, seed: Done(self.program.name, 0, 0, 0))
+    layer = GroupedLinear(4, 1024, 1536, recipe="blockwise").bfloat16()
+    x = torch.zeros(4096, 1024, dtype=torch.bfloat16, requires_grad=True)
+    with fe.backend("triton"), emulated(90) as there:
+        layer(x, torch.tensor([1000, 0, 96, 3000])).sum().backward()
+    matmuls = [done.kernel for done in there.done if "matmul" in done.kernel or "grouped" in done.kernel]
+    assert matmuls == ["_matmul_gluon_kernel"] * 3
 
 
 def _waited(bounds):

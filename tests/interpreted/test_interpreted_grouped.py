@@ -107,10 +107,10 @@ def test_the_host_s_bound_holds_every_division(sizes):
 
 @pytest.mark.parametrize("processors", [1, 5])
 def test_any_number_of_programs_covers_every_tile(processors, monkeypatch):
-    from fp8engine.kernels import matmul_grouped
+    from fp8engine.kernels import launch
     from fp8engine.kernels import quantize_experts as casts
 
-    for module in (matmul_grouped, casts):
+    for module in (launch, casts):
         monkeypatch.setattr(module, "processors", lambda where: processors)
     sizes = [3, 0, 200, 129]
     bounds = twin.bounds_of(torch.tensor(sizes))

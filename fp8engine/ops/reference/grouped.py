@@ -189,7 +189,7 @@ def quantize_experts(
         _note(x_TK, q_TK, slot, cast, parts)
     if not transposed:
         return q_TK, scale
-    return transpose_experts(q_TK, bounds_2E1), scale if cast.rows == -1 else scale.t().contiguous()
+    return transpose_experts(q_TK, bounds_2E1), scale if cast.rows == -1 else scale.t()
 
 
 def transpose_experts(q_TK: torch.Tensor, bounds_2E1: torch.Tensor) -> torch.Tensor:
