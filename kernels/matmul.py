@@ -227,7 +227,8 @@ def _launch(
         sums = sums_of(m, n, k, config, epilogue, where)
         end, cut = sums.epilogue, parts(config, sums.epilogue, sums.y)
     else:  # y is written by pointers, whose masks end with an expert
-        config = config._replace(flatten=False)
+        crowded = walk.way == "sums" and scaled and not config.descriptors  # 4 warps spill on sm_89
+        config = config._replace(flatten=False, warps=8 if crowded else config.warps)
         sums = Sums(a_MK.new_empty(shape, dtype=epilogue.out), epilogue)
         end, cut = epilogue, parts(config._replace(descriptors=False), epilogue, sums.y.flatten(0, -2))
     late = (None, None) if scaled else (scales.a, scales.b)  # of parts: when they are added

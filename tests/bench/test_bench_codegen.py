@@ -209,5 +209,5 @@ def test_how_many_programs_fit():
 def test_two_consumers_reach_what_they_are_for(name: str, least: int):
     wanted = (f"{name} ", " 128x128x128 ", "gluon")
     cases = [case for case in BASELINE if all(word in case for word in wanted) and "odd" not in case]
-    assert len(cases) == 4
+    assert len([case for case in cases if not case.startswith("grouped")]) == 4
     assert min(BASELINE[case]["ceiling"] for case in cases) >= least
