@@ -50,7 +50,7 @@ OTHERS = (
     {
         "gemm": Others(FIRST, {"_matmul_kernel"}, 14),
         "casts": Others(FIRST, {"_cast_kernel", "_short_kernel"}, 9),
-        "experts": Others(FIRST, {"_grouped_rows_kernel", "_grouped_sums_kernel"}, 7),
+        "experts": Others(FIRST, {"_matmul_kernel"}, 7),
     },
     {
         "linear": Others(FIRST, TRAINING, 5),

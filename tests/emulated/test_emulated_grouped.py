@@ -269,7 +269,7 @@ def test_a_layers_step_is_that_of_its_emulation(recipe: str, card):
         slots = fe.scaling_state(layer)
         amaxes = [slots[role].amax for role in ("input", "weight", "grad_output")]
         results.append(((ran.y, ran.x.grad, ran.dw, ran.db), amaxes))
-    assert {"_grouped_rows_kernel", "_grouped_sums_kernel"} <= {done.kernel for done in there.done}
+    assert [done.kernel for done in there.done].count("_matmul_kernel") == 3
     # An emulated product is rounded to BF16 at most (a relative error of 2^-8 / sqrt 12, 59 dB), and sums go in another
     # order.
     assert all(sqnr(want, found) > 50 for found, want in zip(results[0][0], results[1][0], strict=True))

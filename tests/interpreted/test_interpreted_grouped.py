@@ -45,7 +45,7 @@ def test_rows_of_any_division(assert_within_bound, sizes, n, k, kind, descriptor
     config = (DESCRIBED if described else SMALL)._replace(block_k=kind[1] if kind[1] > 1 else 64)
     bias_EN = torch.randn(experts, n)
     y = grouped_rows(a, b, bounds, Epilogue(bias_EN, torch.float32), True, config)
-    assert y.shape == (t, n)
+    assert (y.shape, y.dtype) == ((t, n), torch.float32)
     for e, part in enumerate(twin.parts_of(bounds)):
         a_e, b_e = twin.part_of_rows(a, part, e), twin.part_of_stack(b, experts, e)
         assert_within_bound(y[part.start : part.end], real(a_e), real(b_e), bias_EN[e], (e, sizes))
@@ -67,7 +67,7 @@ def test_sums_of_any_division(assert_within_bound, sizes, m, n, kind):
         a_e, b_e = (twin.part_of_columns(x, part, e) for x in (a, b))
         assert_within_bound(dw[e], real(a_e), real(b_e), None, (e, sizes))
         assert part.end > part.start or not dw[e].any()
-    assert dw.shape == (experts, m, n)
+    assert (dw.shape, dw.dtype) == ((experts, m, n), torch.float32)
 
 
 @settings(max_examples=8)
