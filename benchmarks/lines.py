@@ -34,7 +34,7 @@ BUDGET = {
     "distributed": 2_264,
     "export": 1_334,
     "integrations": 195,
-    "kernels": 2_888,
+    "kernels": 2_886,
     "nn": 1_436,
     "numerics": 610,
     "ops": 3_108,

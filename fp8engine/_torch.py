@@ -88,8 +88,8 @@ def runs_again() -> bool:
     """
     inner = frame = sys._getframe()
     while frame is not None:
-        first = inner.f_code.co_varnames[:1]
-        if first and frame.f_code is apply_code and getattr(inner.f_locals.get(*first), "next_functions", ()):
+        first = frame.f_code is apply_code and inner.f_code.co_varnames[:1]
+        if first and getattr(inner.f_locals.get(*first), "next_functions", ()):
             return True
         inner, frame = frame, frame.f_back
     return False

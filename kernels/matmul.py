@@ -15,9 +15,10 @@ rows are contiguous a tile is read as [K, rows] and turned by the Tensor Core's 
 
 Persistent: a program, or the two that fit, on each multiprocessor walk the tiles, neighbours at the same time.  Under
 `flatten` the first loads of a tile are issued before the epilogue of the one before, else behind it.  A result of few
-tiles is summed in parts of K (split_k.py).  Promoted and scaled sums do not overlap the products, because all warps
-multiply and then all add: at most 72 % of the Tensor Core's rate promoted, 69 % with 128x128 scales of b, 57 % with
-1x128 (`make codegen`, column ceiling).  Their tiles are 128 wide at most: a second accumulator of 128x256 would spill.
+tiles is summed in parts of K (split_k.py).  The tiles may be those of all experts (walk.py).  Promoted and scaled sums
+do not overlap the products, because all warps multiply and then all add: at most 72 % of the Tensor Core's rate
+promoted, 69 % with 128x128 scales of b, 57 % with 1x128 (`make codegen`, column ceiling).  Their tiles are 128 wide at
+most: a second accumulator of 128x256 would spill.
 
 Cost: 2 M N K operations, and 2 M N K / 128 more outside of the Tensor Core where sums are scaled; from L2
 (BLOCK_M + BLOCK_N) * BLOCK_K bytes for every 2 * BLOCK_M * BLOCK_N * BLOCK_K operations, which are 48 bytes per clock
@@ -186,8 +187,6 @@ def matmul_fp8(
     walk: of one matrix, or of experts: y is then what matmul_grouped.py says.
     """
     sums, (shape, m) = sums_of_products(a, promoted), walk.result(a.data, b.data)
-    if 0 in shape:
-        return a.data.new_empty(shape, dtype=epilogue.out)
     if config is None:
         aligned = describable(a.data) and describable(b.data)
         config = pick(OPERATIONS[sums], capability(a.data.device), m, shape[-1], aligned)

@@ -1,4 +1,4 @@
-"""Which tile of the result a program of a matmul computes: of one matrix, or of all experts in one launch.
+"""The tiles of a matmul's result and their order over its programs: of one matrix, or of all experts in one launch.
 
     "one"     y[m, n]     a [M, K], b [N, K]
     "rows"    y[t, n]     a [T, K] rows of experts, b [E * N, K] a stack of their matrices: forward, dgrad
@@ -6,6 +6,8 @@
 
 Where an expert's rows lie is read on the card (expert_rows.py).  In a kernel a walk is (bounds [2, E + 1] INT32, E), of
 one matrix (None, None), and everything that is found is a number: Triton's kernel and Gluon's partitions share it.
+A tile's expert is found by halves, by loads of single numbers.  Casts compare with all bounds at once
+(expert_rows.expert_of), a vector that they keep through their loop; in the consumers of the Gluon kernel it spilled.
 """
 
 import math

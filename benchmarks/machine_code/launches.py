@@ -168,7 +168,7 @@ def _experts(in_blocks: bool, n: int, k: int) -> tuple[Operand, Operand, Operand
     if in_blocks:
         b = _operand(EXPERTS * -(-n // 128) * 128, k, 128, 128)
         b = b._replace(data=_meta(EXPERTS * n, k, dtype=E4M3))
-        return _operand(t, k, 1, 128), b, *(_operand(size, wide, 1, 128, True) for size in (n, SIZE))
+        return _operand(t, k, 1, 128), b, _operand(n, wide, 1, 128, True), _operand(SIZE, wide, 1, 128, True)
     b = _operand(EXPERTS * n, k, 1, -1)
     of_x, of_dy = (Operand(_meta(size, wide, dtype=E4M3), _meta(EXPERTS, size), 1, -1) for size in (n, SIZE))
     return _operand(t, k, 1, -1), b, of_x, of_dy
