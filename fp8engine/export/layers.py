@@ -34,6 +34,7 @@ from fp8engine.numerics.recipe import Recipe, blockwise, current, mxfp8, rowwise
 BYPASSED = "other code reads its weight and does not call it: written in 16 bits"
 MERGED = "transformers saves its weight merged with others, or split or permuted: written in 16 bits"
 EXPERTS = "experts in one 3-D parameter: written in 16 bits"
+DIVIDED = "Llama4TextExperts"  # transformers' MODULES_TO_PATCH_FOR_QUANTIZATION, which it applies to this layout
 ONE_EXPERT = re.compile(r"\.\d+\.[^.]+\.weight$")  # of a tensor's name in the files
 BEFORE_BLOCK = re.compile(r"^.*?(?=[^.]+\.\d+\.)")
 # Recipes whose forwards a checkpoint can hold.
@@ -76,6 +77,11 @@ def choose_layers(model: nn.Module, recipe: str | Recipe | None, layout: str) ->
     if layout == COMPRESSED and any(len(converter.source_patterns) > 1 for converter in _converters_on_saving(model)):
         notes.append(
             "transformers' reader of this layout refuses some models of classes with merged weights; `load` reads them"
+        )
+    if layout == COMPRESSED and any(type(module).__name__ == DIVIDED for module in model.modules()):
+        notes.append(
+            "transformers divides Llama 4's experts for this layout, does not find them, because the files have them in one "
+            "tensor, and fills them with random numbers: use fe.hf.load, vLLM, or layout='fp8'"
         )
     if changed:
         notes.append(f"a scale per row, not as the recipe says: {_grouped(changed)}")

@@ -61,8 +61,10 @@ def test_llama_4_whose_experts_compressed_tensors_divides(tmp_path: Path):
     size: dict[str, Any] = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "head_dim": 16}
     size |= {"num_attention_heads": 2, "num_key_value_heads": 1, "num_local_experts": 2, "num_hidden_layers": 1}
     config = transformers.Llama4TextConfig(**size, intermediate_size_mlp=64, pad_token_id=0)
-    export(transformers.Llama4ForCausalLM(config), tmp_path / "out", "rowwise")
-    theirs: Any = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    report = export(transformers.Llama4ForCausalLM(config), tmp_path / "out", "rowwise")
+    theirs, info = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert info["missing_keys"] and all(".experts." in key for key in info["missing_keys"])
+    assert any("fills them with random numbers" in note for note in report.notes)
     theirs(torch.arange(8)[None])  # decompresses
     for name, layer in load(tmp_path / "out").named_modules():
         if isinstance(layer, nn.Linear):
