@@ -319,12 +319,12 @@ def local_tensor(x: Any) -> torch.Tensor:
 def around_methods(module: Any, begin: Callable[[], None], end: Callable[[], None]) -> None:
     """Call functions around methods of a module that register_fsdp_forward_method was given: they run no hooks.
 
-    Its forward runs what fully_shard has registered, which is not replaced.
+    Its forward runs what fully_shard has registered, which is not replaced.  Without fully_shard there is none such.
     """
-    state = module._get_fsdp_state()
-    before, after = state._pre_forward, state._post_forward
-    state._pre_forward = lambda *given: (begin(), before(*given))[1]
-    state._post_forward = lambda *given: (after(*given), end())[0]
+    if (state := getattr(module, "_get_fsdp_state", lambda: None)()) is not None:
+        before, after = state._pre_forward, state._post_forward
+        state._pre_forward = lambda *given: (begin(), before(*given))[1]
+        state._post_forward = lambda *given: (after(*given), end())[0]
 
 
 def forget_gathered(module: Any, parameter: Any) -> None:

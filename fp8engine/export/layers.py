@@ -80,7 +80,7 @@ def choose_layers(model: nn.Module, recipe: str | Recipe | None, layout: str) ->
         )
     if layout == COMPRESSED and any(type(module).__name__ == DIVIDED for module in model.modules()):
         notes.append(
-            "transformers divides Llama 4's experts for this layout, does not find them, because the files have them in one "
+            "transformers divides Llama 4's experts for this layout, does not find them in files that have them in one "
             "tensor, and fills them with random numbers: use fe.hf.load, vLLM, or layout='fp8'"
         )
     if changed:

@@ -189,6 +189,11 @@ def what_others_have_sharded_is_gathered_in_fp8(rank: int) -> None:
     fe.distributed.gather_fp8(theirs)
     assert torch.equal(ours(batch(rank)), theirs(batch(rank)))
     assert (fe.inspect(theirs).totals["gather"] or {})["as_codes"] == 7
+    blocks = net("rowwise", shard=False)  # whose root keeps its own weights whole
+    for block in blocks.blocks:
+        fully_shard(block)
+    assert torch.equal(ours(batch(rank)), fe.distributed.gather_fp8(blocks)(batch(rank)))
+    assert (fe.inspect(blocks).totals["gather"] or {})["as_codes"] == 6
     ignoring = net(shard=False)
     several = {ignoring.last.weight, ignoring.last.bias, ignoring.blocks[0].norm.weight}  # sets differ in order
     fe.distributed.fsdp(ignoring, ignored_params=several)
