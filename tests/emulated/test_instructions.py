@@ -5,10 +5,15 @@ import re
 import ml_dtypes
 import numpy as np
 import pytest
+import torch
+import triton
+import triton.language as tl
 from emulator import forms
 from emulator.arithmetic import RULES
 from emulator.faults import Fault, UnknownInstruction
+from emulator.reader import read
 from ptx import run, several
+from ptx import text as module
 
 GENERATOR = np.random.default_rng(0)
 EDGES = np.array([0, 1, 2, 31, 32, 0x7FFFFFFF, 0x80000000, 0xFFFFFFFF], np.uint32)
@@ -281,8 +286,11 @@ QUALIFIERS = {
     "fence.proxy.tensormap::generic.release.gpu;": "tensormap::generic of fence",
     "fence.acq_rel;": "a shorter fence",
     "membar;": "a shorter membar",
-    "barrier.cluster.wait.relaxed;": "relaxed of barrier",
-    "mapa.u64 %rd1, %rd0, 1;": "u64 of mapa",
+    "barrier.cluster.wait;": "cluster of barrier",
+    "mapa.u64 %rd1, %rd0, 1;": "mapa",
+    "mbarrier.arrive.relaxed.cluster.shared::cluster.b64 _, [0];": "relaxed of mbarrier",
+    "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
+    "[0], [%rd0, {%r1, %r2}], [8], %rs1;": "multicast::cluster of cp",
     "cp.async.ca.shared.global.L2::cache_hint [0], [%rd0], 16, %rd1;": "L2::cache_hint of cp",
     "cp.async.mbarrier.arrive.shared.b64 [0];": "mbarrier of cp",
     "cp.async.wait_all;": "wait_all of cp",
@@ -301,6 +309,21 @@ def test_an_unknown_qualifier_of_a_known_instruction_is_an_error_that_names_both
     opcode = re.escape(text.split()[0].rstrip(";"))
     with pytest.raises(UnknownInstruction, match=rf"^{opcode}: .* no rule for \.?{re.escape(QUALIFIERS[text])} \("):
         run(text, [np.zeros(1, np.uint32)])
+
+
+@triton.jit
+def stores(x):
+    tl.store(x + tl.arange(0, 32), 1)
+
+
+def test_clusters_of_ctas_are_refused(card):
+    card(90)
+    with pytest.raises(UnknownInstruction, match="stores in clusters of 2 CTAs: this card runs none"):
+        stores[(1,)](torch.zeros(32), num_ctas=2)
+    for ctas in ("2", "1, 2", "4, 1, 1"):
+        with pytest.raises(UnknownInstruction, match=rf"\.reqnctapercluster {ctas}: this card runs no clusters"):
+            read(module("", [], limits=f".reqnctapercluster {ctas}"))
+    assert read(module("", [], limits=".reqnctapercluster 1, 1, 1")).threads == 32
 
 
 def test_every_rule_has_forms_and_every_form_a_rule():

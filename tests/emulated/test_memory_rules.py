@@ -39,6 +39,15 @@ def test_addresses_stay_inside_of_an_allocation():
         run(f"{MINE} ld.global.b32 %r1, [%rd8+-4];", [words(32)])
     with pytest.raises(OutOfBounds, match="of 4096 bytes"):
         run("st.shared.b32 [4096], %r0;", [words()])
+    with pytest.raises(OutOfBounds, match="shared address -4 of 4096 bytes"):
+        run("ld.shared.b32 %r1, [global_smem+-4];", [words()])
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_fault_names_its_instruction_and_its_cta(seed: int | None):
+    body = "mov.u32 %r1, %ctaid.x; setp.eq.u32 %p2, %r1, 2; @%p2 st.shared.b32 [4096], %r1;"
+    with pytest.raises(OutOfBounds, match=r"\[@%p2 st\.shared\.b32 \[4096\], %r1; CTA 2\]$"):
+        run(body, [words()], ctas=4, seed=seed)
 
 
 def test_an_offset_that_overflows_32_bits_is_out_of_bounds():

@@ -5,7 +5,7 @@ import itertools
 import ml_dtypes
 import numpy as np
 import pytest
-from emulator.faults import Fault, Misaligned, Race, TensorMapError, Unwritten
+from emulator.faults import Deadlock, Fault, Misaligned, Race, TensorMapError, Unwritten
 from emulator.tma import SPANS, TensorMap, swizzled
 from ptx import run
 
@@ -118,6 +118,35 @@ def test_what_is_missing_between_tma_and_threads_is_named(seed: int | None):
     refused("no thread had waited for its last TMA store", last="bar.sync 0;")
     late = "bar.sync 0; shl.b32 %r1, %r0, 2; st.shared.b32 [%r1], %r0; @%p9 cp.async.bulk.wait_group.read 0;"
     refused("this write is not ordered after the last asynchronous read", Race, last=late)
+
+
+# Thread 0 initialises the mbarrier and announces the bytes, thread `by` starts the copy, and all wait for it.
+LOADED = f"""
+setp.eq.u32 %p8, %r0, {{by}}; setp.eq.u32 %p9, %r0, 0;
+@%p9 mbarrier.init.shared::cta.b64 [16384], 1;
+@%p9 mbarrier.arrive.expect_tx.shared.b64 _, [16384], {{bytes}};
+{{first}}
+@%p8 {LOAD} [0], [%rd0, {{{{0, 0}}}}], [16384];
+{{wait}}
+"""
+RIGHT = {"by": "32", "bytes": "512", "first": "bar.sync 0;", "wait": WAIT.format(n=3)}
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_what_is_wrong_with_a_load_and_its_mbarrier_is_named(seed: int | None):
+    source = aligned((16, 32))
+
+    def loaded(**parts: str) -> None:
+        run(LOADED.format(**{**RIGHT, **parts}), [a_map(source, (16, 32)), source], threads=64, shared=16392, seed=seed)
+
+    loaded()
+    loaded(by="0", first="", wait="bar.sync 0;" + RIGHT["wait"])
+    with pytest.raises(Fault, match=r"nothing orders its initialisation before that|no mbarrier is initialised"):
+        loaded(first="")
+    with pytest.raises(Deadlock, match=r"wait for \('mbarrier', 16384, 0\)"):
+        loaded(bytes="1024")
+    with pytest.raises(Fault, match=r"no thread had waited for its last TMA load \(16384\)"):
+        loaded(wait="")
 
 
 RULES = {

@@ -10,12 +10,11 @@ import numpy as np
 
 from emulator import arithmetic, tma
 from emulator.arithmetic import Execute, rule, unknown
-from emulator.faults import OutOfBounds, UnknownInstruction
+from emulator.faults import UnknownInstruction
 from emulator.numbers import TYPES, UNSIGNED, Array, size_of
 from emulator.order import WARP
 from emulator.reader import Instruction, Program
 from emulator.registers import Mask, pointer, reader, several, writer
-from emulator.shared import WINDOW
 
 if TYPE_CHECKING:
     from emulator.cta import Cta
@@ -46,7 +45,7 @@ def _load(program: Program, ins: Instruction) -> Execute:
     names, size = several(ins.operands[0]), size_of(ins.type)
     address, writes = pointer(program, ins.operands[1]), [writer(program, name) for name in names]
     dtype = TYPES[ins.type] if ins.type.startswith("s") else UNSIGNED[size]
-    whole, anywhere = size * len(names), space == "shared::cluster"
+    whole = size * len(names)
 
     def execute(cta: Cta, mask: Mask) -> None:
         lanes, warps = _lanes(mask)
@@ -54,7 +53,7 @@ def _load(program: Program, ins: Instruction) -> Execute:
         if space == "global":
             data = cta.memory.load(addresses, whole, warps, cta.order)
         else:
-            data = cta.shared.read(cta.shared.place(addresses, whole, None if anywhere else warps), warps)
+            data = cta.shared.read(cta.shared.place(addresses, whole), warps)
         parts = np.zeros((cta.threads, len(names)), dtype)
         parts[lanes] = np.ascontiguousarray(data).view(dtype)
         for place, write in enumerate(writes):
@@ -66,7 +65,6 @@ def _load(program: Program, ins: Instruction) -> Execute:
 @rule("st")
 def _store(program: Program, ins: Instruction) -> Execute:
     space, size = ins.opcode[1], size_of(ins.type)
-    anywhere = space == "shared::cluster"
     address = pointer(program, ins.operands[0])
     reads = [reader(program, name, f"b{8 * size}") for name in several(ins.operands[1])]
 
@@ -78,7 +76,7 @@ def _store(program: Program, ins: Instruction) -> Execute:
         if space == "global":
             cta.memory.store(addresses, data, warps, cta.order)
         else:
-            index = cta.shared.place(addresses, data.shape[1], None if anywhere else warps)
+            index = cta.shared.place(addresses, data.shape[1])
             cta.shared.write(index, data, warps)
 
     return execute
@@ -154,7 +152,7 @@ def _copy_async(program: Program, ins: Instruction) -> Execute:
         data, some = np.zeros((len(lanes), size), np.uint8), sizes > 0
         if some.any():
             data[some] = cta.memory.load(of[some], size, warps[some], cta.order)
-        cta.copy(cta.shared.place(to, size, warps), data, warps)
+        cta.copy(cta.shared.place(to, size), data, warps)
 
     return execute
 
@@ -168,19 +166,12 @@ def _bulk(program: Program, ins: Instruction) -> Execute:
     corner = [reader(program, part.strip(), "s32") for part in box[2].split(",")]
     place = pointer(program, ins.operands[0 if loading else 1])
     more = [pointer(program, ins.operands[2])] if loading else []
-    if "multicast::cluster" in ins.opcode:
-        more.append(reader(program, ins.operands[3], "b16"))
-    anywhere = "shared::cluster" in ins.opcode
 
     def execute(cta: Cta, mask: Mask) -> None:
         for lane in np.flatnonzero(mask.lanes).tolist():
             at = [int(np.broadcast_to(read(cta), cta.threads)[lane]) for read in (of_map, *corner, place, *more)]
             tensor_map, (x, y, base, *rest) = cta.launch.map_at(at[0]), at[1:]
-            if not anywhere and base // WINDOW != cta.rank[lane]:
-                raise OutOfBounds("a copy to or from another CTA's shared memory: shared::cta is a CTA's own")
-            if len(rest) == 2:
-                tma.begin_multicast(cta, lane, tensor_map, (x, y, base, rest[0]), rest[1])
-            elif rest:
+            if rest:
                 tma.begin_load(cta, lane, tensor_map, (x, y), base, rest[0])
             else:
                 tma.begin_store(cta, lane, tensor_map, (x, y), base)
@@ -196,8 +187,7 @@ def _mbarrier(program: Program, ins: Instruction) -> Execute:
     address = pointer(program, place)
     rest = ins.operands[ins.operands.index(place) + 1 :]
     number = reader(program, rest[0], "u32") if rest else None
-    announces, anywhere = "expect_tx" in ins.opcode, "shared::cluster" in ins.opcode
-    relaxed = "relaxed" in ins.opcode or ("cta" in ins.opcode and anywhere)
+    announces = "expect_tx" in ins.opcode
 
     def execute(cta: Cta, mask: Mask) -> None:
         for lane in np.flatnonzero(mask.lanes).tolist():
@@ -208,12 +198,11 @@ def _mbarrier(program: Program, ins: Instruction) -> Execute:
             elif what == "inval":
                 cta.mbarriers.invalidate(where, warp)
             else:
-                barrier = cta.mbarriers.at(where, warp, own=not anywhere)
+                barrier = cta.mbarriers.at(where, warp)
                 if announces:
                     barrier.expect(value)
                 if what == "arrive":
-                    hands_on = cta.order.release_fenced if relaxed else cta.order.release
-                    barrier.arrive(1 if announces else value, hands_on(np.array([warp])))
+                    barrier.arrive(1 if announces else value, cta.order.release(np.array([warp])))
 
     return execute
 
@@ -222,26 +211,7 @@ def _mbarrier(program: Program, ins: Instruction) -> Execute:
 def _fence(program: Program, ins: Instruction) -> Execute:
     if ins.opcode[1] == "proxy":
         return lambda cta, mask: cta.order.fence_proxy(np.unique(_lanes(mask)[1]))
-    if ins.opcode[1] == "mbarrier_init":
-        return lambda cta, mask: cta.order.fence_inits(np.unique(_lanes(mask)[1]))
-    if ins.type == "cta":
-        return lambda cta, mask: None  # it reaches no other CTA, and between warps barriers are asked for here
-    return lambda cta, mask: cta.order.fence(np.unique(_lanes(mask)[1]))
-
-
-@rule("mapa")
-def _map_address(program: Program, ins: Instruction) -> Execute:
-    """The address, in the CTA of a rank, of what lies at an address of this CTA's."""
-    address, rank = (reader(program, operand, ins.type) for operand in ins.operands[1:])
-    write = writer(program, ins.operands[0])
-
-    def execute(cta: Cta, mask: Mask) -> None:
-        ranks = np.broadcast_to(rank(cta), cta.threads)
-        if int(ranks[mask.lanes].max()) >= cta.ctas:
-            raise OutOfBounds(f"mapa to the CTA of rank {int(ranks[mask.lanes].max())}: the cluster has {cta.ctas}")
-        write(cta, mask, address(cta) % WINDOW + ranks * WINDOW)
-
-    return execute
+    return lambda cta, mask: None  # between warps barriers are asked for here, and between CTAs atomics
 
 
 @rule("createpolicy")

@@ -113,7 +113,9 @@ class _Launcher:
     """One compiled kernel's launches, built as Triton's CudaLauncher is: `launch` makes tensor maps of descriptors."""
 
     def __init__(self, card: Card, source: Any, metadata: Any):
-        self.card, self.shared, self.ctas = card, metadata.shared, metadata.num_ctas
+        if metadata.num_ctas > 1:
+            raise UnknownInstruction(f"{metadata.name} in clusters of {metadata.num_ctas} CTAs: this card runs none")
+        self.card, self.shared = card, metadata.shared
         self.types = list(source.signature.values())
         boxes = list(getattr(metadata, "tensordesc_meta", None) or [])
         self.launch = nvidia.wrap_handle_tensordesc(self._launched, source.signature, boxes)
@@ -142,10 +144,7 @@ class _Launcher:
             else:
                 arguments.append(value)
         arguments += [0] * SCRATCH
-        if program.cluster != self.ctas:
-            raise UnknownInstruction(f"a launch of clusters of {self.ctas}, and PTX of {program.cluster}")
-        grid = x * self.ctas, y, z  # Triton's grid counts clusters
-        launch = Launch(program, steps, arguments, grid, self.shared, self.card.allocations(regions))
+        launch = Launch(program, steps, arguments, (x, y, z), self.shared, self.card.allocations(regions))
         self.card.done.append(launch.run(self.card.seed))
 
 

@@ -1,7 +1,5 @@
-"""A CTA, or the CTAs of a cluster: their registers, shared memory, and what is under way beside their warps.
+"""A CTA: its registers, shared memory, and what is under way beside its warps.
 
-CTAs of a cluster run together, as one CTA of all their threads would: lanes, warps and warpgroups are counted through,
-those of rank 0 first.  What a CTA has of its own (named barriers, registers to deal out, its end) is kept by rank.
 Copies by TMA are finished at once where the schedule has no seed, and else at a time of the scheduler's choice.
 """
 
@@ -14,13 +12,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from emulator.barriers import ClusterBarrier, MBarriers, Named
-from emulator.faults import Fault, UnknownInstruction
+from emulator.barriers import MBarriers, Named
+from emulator.faults import Fault
 from emulator.numbers import UNSIGNED, Array
 from emulator.order import WARP, WARPGROUP, Order
 from emulator.register_pool import RegisterPool
 from emulator.registers import POISON, Mask
-from emulator.shared import WINDOW, Shared
+from emulator.shared import Shared
 from emulator.tma import Load, Store
 
 if TYPE_CHECKING:
@@ -28,22 +26,16 @@ if TYPE_CHECKING:
 
 
 class Cta:
-    """One CTA of a launch, or those of a cluster: what instructions act on.  number: of the first CTA in the grid."""
+    """One CTA of a launch, the grid's `number`: what instructions act on."""
 
     def __init__(self, launch: Launch, number: int, seed: int | None):
         self.launch, self.number = launch, number
-        self.ctas, self.each = launch.program.cluster, launch.program.threads
-        self.memory, self.threads = launch.memory, self.ctas * self.each
-        if self.ctas > 1 and launch.program.fragments and self.each % WARPGROUP:
-            raise UnknownInstruction(f"wgmma in a cluster of CTAs of {self.each} threads, no multiple of {WARPGROUP}")
-        self.order = Order(number, launch.ctas, self.each // WARP, self.ctas)
+        self.memory, self.threads = launch.memory, launch.program.threads
+        self.order = Order(number, launch.ctas, self.threads // WARP)
         self.shared = Shared(max(launch.shared, 16), self.order)
         self.mbarriers = MBarriers(self.shared, self.order)
-        self.cluster_barrier = ClusterBarrier(self.order, self.threads)
         self.registers: dict[str, Array] = {}
-        self.pools = [RegisterPool(launch.program.registers, self.each) for _ in range(self.ctas)]
-        self.rank = np.repeat(np.arange(self.ctas), self.each)  # of each lane's CTA
-        self.window = WINDOW * self.rank  # where its CTA's shared memory begins
+        self.pool = RegisterPool(launch.program.registers, self.threads)
         self.special = self._special()
         self.in_flight: dict[str, Array] = {}  # registers of unfinished wgmmas: their lanes
         self.products: list[list[list]] = [[[]] for _ in range(max(self.threads // WARPGROUP, 1))]
@@ -55,40 +47,22 @@ class Cta:
         self.under_way: list[Load | Store] = []
         self.stores: dict[int, list[list[Store]]] = {}  # of each warp: committed groups, then the open one
         self.copies: dict[int, list[tuple[int, int]]] = {}  # of each warp: (column, epoch) of its cp.async groups
-        self.named: dict[tuple[int, int], Named] = {}  # by rank and number
+        self.named: dict[int, Named] = {}
         self.random = None if seed is None else random.Random(1_000_003 * seed + number)
 
     def _special(self) -> dict[str, Array]:
-        thread, rank = np.arange(self.threads) % self.each, self.rank if self.ctas > 1 else 0
+        thread = np.arange(self.threads)
         x, y, z = self.launch.grid
-        place = self.number % x, self.number // x % y, self.number // (x * y)
         values = {
             "tid": (thread, 0, 0),
-            "ntid": (self.each, 1, 1),
-            "ctaid": (place[0] + rank, *place[1:]),
+            "ntid": (self.threads, 1, 1),
+            "ctaid": (self.number % x, self.number // x % y, self.number // (x * y)),
             "nctaid": (x, y, z),
-            "cluster_ctaid": (rank, 0, 0),
-            "cluster_nctaid": (self.ctas, 1, 1),
-            "clusterid": (place[0] // self.ctas, *place[1:]),
-            "nclusterid": (x // self.ctas, y, z),
         }
         found = {"%laneid": thread % WARP, "%warpid": thread // WARP}
-        found |= {"%cluster_ctarank": np.atleast_1d(rank), "%cluster_nctarank": np.atleast_1d(self.ctas)}
         for name, of in values.items():
             found |= {f"%{name}.{axis}": np.atleast_1d(value) for axis, value in zip("xyz", of, strict=True)}
         return found
-
-    def by_cta(self, lanes: Array) -> list[tuple[int, Array]]:
-        """(rank, lanes of it) for the CTAs that some of these lanes belong to."""
-        if self.ctas == 1:
-            return [(0, lanes)]
-        each = [(rank, lanes & (self.rank == rank)) for rank in range(self.ctas)]
-        return [(rank, some) for rank, some in each if some.any()]
-
-    def name(self, lanes: Array) -> str:
-        """ "CTA 3", or "CTAs 2, 3" where the lanes belong to several."""
-        numbers = [str(self.number + rank) for rank, _ in self.by_cta(lanes)]
-        return f"CTA{'s' if len(numbers) > 1 else ''} {', '.join(numbers)}"
 
     # Registers.
 
@@ -197,13 +171,9 @@ class Cta:
             while len(queue) > pending:
                 self.order.finished(np.array([warp]), *queue.pop(0))
 
-    def end(self, rank: int) -> None:
-        """All threads of a CTA have ended, and its shared memory goes: nothing may still read or write it."""
-        warps = self.each // WARP
-        own = self.order.plain[rank * warps : (rank + 1) * warps].max(0)
+    def end(self) -> None:
+        """All threads have ended, and shared memory goes: no copy may still read or write it."""
+        own = self.order.plain.max(0)
         for (kind, *name), column in self.order.names.items():
-            here = kind in ("TMA load", "TMA store") and name[0] // (WINDOW if kind == "TMA load" else warps) == rank
-            if here and own[column] < self.order.epochs[column]:
+            if kind in ("TMA load", "TMA store") and own[column] < self.order.epochs[column]:
                 raise Fault(f"the CTA ended, and no thread had waited for its last {kind} ({name[0]})")
-        if self.ctas > 1:
-            self.shared.end(rank)

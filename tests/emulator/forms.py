@@ -3,6 +3,8 @@
 A line names the words of one form in their order.  `a|b` is either word, `[a|b]` may be there, and `(a|b)` may be there
 and has no effect here, for the reason behind the dashes; `*` stands for any characters.  Capitals are in TYPES.
 
+`shared::cluster` is the CTA's own memory: Triton writes it without clusters too, and these are refused (reader.py).
+
 An instruction in no form is an error that names the first word that has no place in one: what a rule was not written
 for is never skipped.  A rule may still refuse operands.
 """
@@ -76,7 +78,6 @@ ld|st shared|shared::cta|shared::cluster [v2|v4] ANY
 atom|red global gpu|sys relaxed|acq_rel add u32|s32|u64|f32|f64
 atom|red global gpu|sys relaxed|acq_rel min|max u32|s32|u64|s64
 atom|red global gpu|sys relaxed|acq_rel and|or|xor|exch b32|b64
-mapa shared::cluster u32|u64
 createpolicy fractional (L2::*) (L2::*) b64 -- caches
 prefetch (global|param) (L1|L2|tensormap) -- caches
 nanosleep u32
@@ -87,12 +88,11 @@ cp async commit_group|wait_group
 cp async bulk commit_group
 cp async bulk wait_group [read]
 cp async bulk tensor 2d global shared::cta [tile] bulk_group (L2::cache_hint) -- caches
-cp async bulk tensor 2d shared::cta global [tile] mbarrier::complete_tx::bytes (L2::cache_hint) -- caches
-cp async bulk tensor 2d shared::cluster global [tile] mbarrier::complete_tx::bytes [multicast::cluster] (L2::cache_hint)
+cp async bulk tensor 2d shared::cta|shared::cluster global [tile] mbarrier::complete_tx::bytes (L2::cache_hint)
 mbarrier init|inval shared|shared::cta b64
-mbarrier arrive [expect_tx] [release|relaxed] [cta|cluster] shared|shared::cta|shared::cluster b64
-mbarrier expect_tx [relaxed] [cta|cluster] shared|shared::cta|shared::cluster b64
-mbarrier try_wait|test_wait parity [acquire] (cta|cluster) shared|shared::cta b64 -- barriers.py says why
+mbarrier arrive [expect_tx] [release] (cta|cluster) shared|shared::cta|shared::cluster b64 -- either holds in a CTA
+mbarrier expect_tx [relaxed] (cta|cluster) shared|shared::cta|shared::cluster b64 -- the same
+mbarrier try_wait|test_wait parity [acquire] (cta|cluster) shared|shared::cta b64 -- the same
 fence proxy async [shared::cta|shared::cluster]
 fence mbarrier_init release cluster
 fence acq_rel|sc cta|cluster|gpu|sys
@@ -112,8 +112,6 @@ brx idx [uni]
 exit
 bar|barrier [cta] sync|arrive (aligned) -- races between the lanes of a warp are not judged
 bar warp sync
-barrier cluster arrive [release|relaxed] (aligned) -- every warp is asked to come as a whole
-barrier cluster wait [acquire] (aligned) -- the same
 setmaxnreg inc|dec sync aligned u32
 """
 

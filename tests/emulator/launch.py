@@ -1,4 +1,4 @@
-"""A launch: every CTA (or cluster) of a grid, one after the other, on the allocations that its arguments point into."""
+"""A launch: every CTA of a grid, one after the other, on the allocations that its arguments point into."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 
 from emulator.cta import Cta
 from emulator.device_memory import Allocation, DeviceMemory
-from emulator.faults import Fault, OutOfBounds
+from emulator.faults import OutOfBounds
 from emulator.order import WARP
 from emulator.reader import Program
 from emulator.scheduler import Scheduler, Step
@@ -47,12 +47,10 @@ class Launch:
         self.maps = {place: value for place, value in enumerate(arguments) if isinstance(value, TensorMap)}
         self.ctas = int(np.prod(grid))
         self.memory = DeviceMemory(allocations, program.threads // WARP)
-        if grid[0] % program.cluster:
-            raise Fault(f"a grid of {grid[0]} CTAs along x, no multiple of the cluster's {program.cluster}")
 
     def run(self, seed: int | None = None) -> Done:
         """Execute it.  Raises a Fault at the first thing that is wrong."""
-        order = list(range(0, self.ctas, self.program.cluster))
+        order = list(range(self.ctas))
         if seed is not None:
             random.Random(seed).shuffle(order)
         executed = 0

@@ -2,13 +2,10 @@
 
 An access by agent X at its epoch e is ordered before what warp w does now if w has seen X's epoch e.  Agents are the
 warps (32 lanes are one agent: what lanes of a warp do to each other is not judged), and, for each CTA, what moves data
-on its own: TMA, by the mbarrier that it signals or by the warp whose groups are waited for; wgmma; cp.async.  What a
-warp initialises mbarriers with is an agent too, because a fence of its own (fence.mbarrier_init) orders that alone.
+on its own: TMA, by the mbarrier that it signals or by the warp whose groups are waited for; wgmma; cp.async.
 
     barrier            everyone who took part has seen what anyone of them had seen
     mbarrier           a waiter has seen what those had seen who arrived, and the copies that the phase counted
-    .relaxed           an arrival hands on what its warp has fenced before: fence.acq_rel.cluster all that it had seen,
-                       fence.mbarrier_init the mbarriers that it has initialised
     atomic acq_rel     the CTA has seen what those had seen who came to that address before
     fence.proxy.async  TMA and wgmma go another way to shared memory (the async proxy): what warps wrote in the ordinary
                        way is ordered before them only where a fence lies between (PTX ISA, 8.4, "proxies")
@@ -23,7 +20,7 @@ import numpy as np
 from emulator.numbers import Array
 
 WARP, WARPGROUP = 32, 128
-BESIDE = 128  # agents of a CTA that are no warps: one for each mbarrier, three for each warp, and some
+BESIDE = 128  # agents of a CTA that are no warps: one for each mbarrier, two for each warp, one for each warpgroup
 
 
 class Seen:
@@ -40,24 +37,18 @@ class Seen:
 
 
 class Order:
-    """The clocks of a cluster of CTAs.  Columns: the warps of every CTA of the launch, then agents that are no warps.
+    """The clocks of a CTA.  Columns: the warps of every CTA of the launch, then agents that are no warps."""
 
-    cta: the cluster's first; size: its CTAs; warps: of one CTA.  The warps of its CTAs are counted through.
-    """
-
-    def __init__(self, cta: int, ctas: int, warps: int, size: int = 1):
-        self.warps, self.warps_of_cta, self.cta = warps * size, warps, cta
+    def __init__(self, cta: int, ctas: int, warps: int):
+        self.warps = warps
         self.first = cta * warps  # column of warp 0
         self.beside = ctas * warps  # column of its first agent that is no warp
-        self.most = BESIDE * size
-        self.columns = self.beside + self.most
-        warps = self.warps
+        self.columns = self.beside + BESIDE
         self.plain = np.zeros((warps, self.columns), np.int32)
         self.proxy = np.zeros((warps, self.columns), np.int32)
         self.plain[np.arange(warps), self.first + np.arange(warps)] = 1
         self.names: dict[tuple, int] = {}
         self.epochs = np.zeros(self.columns, np.int32)  # last epoch begun of each agent that is no warp
-        self.fenced = [Seen(self.columns) for _ in range(warps)]  # what a .relaxed arrival of each warp hands on
 
     def epoch(self, warps: Array) -> Array:
         """The current epochs of warps."""
@@ -67,8 +58,8 @@ class Order:
         """The column of an agent that is no warp."""
         if name not in self.names:
             self.names[name] = self.beside + len(self.names)
-            if len(self.names) > self.most:
-                raise ValueError(f"more than {self.most} agents beside the warps of a cluster")
+            if len(self.names) > BESIDE:
+                raise ValueError(f"more than {BESIDE} agents beside the warps of a CTA")
         return self.names[name]
 
     def begin(self, *name) -> tuple[int, int]:
@@ -84,25 +75,6 @@ class Order:
         seen.proxy[:] = self.proxy[warps].max(0)
         self.plain[warps, self.first + warps] += 1
         return seen
-
-    def release_fenced(self, warps: Array) -> Seen:
-        """What a .relaxed arrival of these warps hands on: what they have fenced before."""
-        seen = Seen(self.columns)
-        for warp in warps.tolist():
-            seen.add(self.fenced[warp])
-        return seen
-
-    def fence(self, warps: Array) -> None:
-        """fence.acq_rel or .sc that reaches the cluster."""
-        for warp in warps.tolist():
-            self.fenced[warp].add(self.release(np.array([warp])))
-
-    def fence_inits(self, warps: Array) -> None:
-        """fence.mbarrier_init: what these warps have initialised is ordered for the cluster, and for TMA."""
-        for warp in warps.tolist():
-            column = self.agent("mbarrier init", warp)
-            for clock in (self.proxy[warp], self.fenced[warp].plain, self.fenced[warp].proxy):
-                clock[column] = self.epochs[column]
 
     def acquire(self, warps: Array, seen: Seen) -> None:
         """These warps have seen that as well."""

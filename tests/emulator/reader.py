@@ -48,7 +48,7 @@ class Program:
     """A kernel: its instructions, the names of its parameters in order, the width of its registers by prefix or name.
 
     key: a checksum of its text.  architecture: 80, 89 or 90, for which it was compiled.
-    registers: of a thread, as `.maxnreg` says; 0 where it says nothing.  cluster: CTAs, along the grid's x.
+    registers: of a thread, as `.maxnreg` says; 0 where it says nothing.
     fragments: registers that a wgmma uses, as sums or as operands.
     """
 
@@ -58,7 +58,6 @@ class Program:
     parameters: list[str]
     architecture: int = 90
     registers: int = 0
-    cluster: int = 1
     instructions: list[Instruction] = field(default_factory=list)
     widths: dict[str, int] = field(default_factory=dict)
     fragments: set[str] = field(default_factory=set)
@@ -77,10 +76,9 @@ def read(ptx: str) -> Program:
     program = Program(name[1], zlib.crc32(ptx.encode()), int(threads[1]), PARAMETER.findall(head))
     program.architecture = int(target[1]) if target else program.architecture
     program.registers = int(most[1]) if most else 0
-    cluster = re.search(r"\.reqnctapercluster\s+(\d+)((?:,\s*\d+)*)", head)
-    if cluster and set(re.findall(r"\d+", cluster[2])) - {"1"}:
-        raise UnknownInstruction(f"{cluster[0]}: a cluster along another axis than x")
-    program.cluster = int(cluster[1]) if cluster else 1
+    cluster = re.search(r"\.reqnctapercluster\s+(\d+(?:,\s*\d+)*)", head)
+    if cluster and set(re.findall(r"\d+", cluster[1])) != {"1"}:
+        raise UnknownInstruction(f"{cluster[0]}: this card runs no clusters of CTAs")
     _Body(program).read(body)
     return program
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 POISON = 0xDEADBEEFDEADBEEF
 ADDRESS = re.compile(r"^\[\s*([%$\w]+)\s*(?:\+\s*(-?\w+))?\s*\]$")
 SHARED = "global_smem"  # Triton's name of the CTA's dynamic shared memory, which begins at 0
-SPECIAL = re.compile(r"^%(tid|ntid|n?ctaid|cluster_n?ctaid|n?clusterid)\.[xyz]$|^%(laneid|warpid|cluster_n?ctarank)$")
+SPECIAL = re.compile(r"^%(tid|ntid|n?ctaid)\.[xyz]$|^%(laneid|warpid)$")
 Reader = Callable[["Cta"], Array]
 Writer = Callable[["Cta", "Mask", Array], None]
 
@@ -51,8 +51,6 @@ def reader(program: Program, operand: str, kind: str) -> Reader:
         return lambda cta: cta.special[operand].astype(dtype)
     if not operand.startswith("%") and operand not in program.widths:
         value = _constant(operand, dtype)
-        if operand.startswith(SHARED):
-            return lambda cta: (value + cta.window).astype(dtype)
         return lambda cta: value
     size = width(program, operand)
     if dtype == np.bool_:
@@ -98,8 +96,8 @@ def pointer(program: Program, operand: str) -> Reader:
         raise UnknownInstruction(f"address {operand}")
     offset = int(found[2] or "0", 0)
     if found[1] == SHARED or found[1].isdigit():
-        base = 0 if found[1] == SHARED else int(found[1])
-        return lambda cta: cta.window + (base + offset)
+        place = np.array([offset if found[1] == SHARED else int(found[1]) + offset])
+        return lambda cta: place
     size = width(program, found[1])
     return lambda cta: cta.register(found[1], size).astype(np.int64) + offset
 

@@ -1,4 +1,4 @@
-"""The scheduler of a CTA, or of the CTAs of a cluster together: it runs the warps in an order of its choice.
+"""The scheduler of a CTA: it runs the warps in an order of its choice.
 
 Lanes with one program counter are a group.  A group runs until it must wait, until its lanes branch apart, or until it
 comes to where other lanes of its warps are.  Without a seed the group that is furthest behind goes first, and what is
@@ -77,8 +77,6 @@ def _prepare(program: Program, ins: Instruction) -> Step:
             return Step("end", ins, _nothing, guard)
         if name in ("bar", "barrier") and ins.opcode[1] == "warp":
             return Step("plain", ins, _nothing, guard, together=True)
-        if ins.opcode[:2] == ("barrier", "cluster"):
-            return Step("cluster", ins, _nothing, guard, together=True)
         if name in ("bar", "barrier"):
             return Step("barrier", ins, _nothing, guard, tuple(reader(program, each, "u32") for each in ins.operands))
         if name == "setmaxnreg":
@@ -98,7 +96,7 @@ def _nothing(cta: Cta, mask: Mask) -> None:
 
 
 class Scheduler:
-    """Runs a CTA or a cluster to its end.  `run` raises the first fault, with the instruction's text."""
+    """Runs a CTA to its end.  `run` raises the first fault, with the instruction's text."""
 
     def __init__(self, cta: Cta, steps: list[Step]):
         self.cta, self.steps, self.random = cta, steps, cta.random
@@ -167,7 +165,7 @@ class Scheduler:
         begun = False  # it executes one instruction, wherever the others are
         while not begun or pc < stop:
             begun = True
-            step, taken = steps[pc], None
+            step = steps[pc]
             try:
                 if step.together:
                     whole = self._meet(group.lanes, pc)
@@ -185,8 +183,8 @@ class Scheduler:
                     continue
                 pc = self._flow(step, group, mask, taken, pc)
             except Fault as fault:
-                who = self.cta.name(group.lanes if taken is None else taken.lanes)
-                raise type(fault)(f"{fault} [{step.instruction.text[:200]}; {who}]") from None
+                where = f"{step.instruction.text[:200]}; CTA {self.cta.number}"
+                raise type(fault)(f"{fault} [{where}]") from None
             if pc < 0:
                 return
             if self.executed > MOST_STEPS:
@@ -231,15 +229,12 @@ class Scheduler:
         rest = mask.lanes & ~taken.lanes
         if step.kind == "barrier":
             return self._barrier(step, taken, rest, pc)
-        if step.kind == "cluster":
-            return self._cluster_barrier(step.instruction, taken, rest, pc)
         if step.kind == "registers":
             return self._deal(step.instruction, taken, rest, pc)
         if step.kind == "end":
             self.done |= taken.lanes
-            for rank, _ in self.cta.by_cta(taken.lanes):
-                if self.done[self.cta.rank == rank].all():
-                    self.cta.end(rank)
+            if self.done.all():
+                self.cta.end()
             targets = {}
         elif step.kind == "branch":
             targets = {step.instruction.targets[0]: taken.lanes}
@@ -262,48 +257,23 @@ class Scheduler:
             raise UnknownInstruction("a barrier whose number differs between lanes")
         name, waits = int(numbers[0][0]), "sync" in step.instruction.opcode
         expected = int(numbers[1][0]) if len(numbers) > 1 else None
-        for rank, lanes in self.cta.by_cta(taken.lanes):
-            barrier = self.cta.named.setdefault((rank, name), Named(self.cta.order, self.threads))
-            barrier.arrive(lanes, Group(lanes, pc).warps())
-            if waits:
-                self.groups.append(Group(lanes.copy(), pc + 1, ("barrier", name, expected)))
-            self._let_go(rank, name, expected)
+        barrier = self.cta.named.setdefault(name, Named(self.cta.order, self.threads))
+        barrier.arrive(taken.lanes, Group(taken.lanes, pc).warps())
+        if waits:
+            self.groups.append(Group(taken.lanes.copy(), pc + 1, ("barrier", name, expected)))
+        self._let_go(name, expected)
         return self._part(rest, pc) if waits else pc + 1
-
-    def _cluster_barrier(self, ins: Instruction, taken: Mask, rest: Array, pc: int) -> int:
-        """barrier.cluster.arrive goes on at once; .wait is executed again when all threads of the cluster have come."""
-        if (rest.reshape(-1, WARP).any(1) & taken.lanes.reshape(-1, WARP).any(1)).any():
-            raise Fault("a cluster's barrier that a part of a warp executes")
-        barrier, warps = self.cta.cluster_barrier, Group(taken.lanes, pc).warps()
-        if ins.opcode[2] == "arrive":
-            barrier.arrive(taken.lanes, warps, "relaxed" in ins.opcode)
-            return pc + 1
-        barrier.complete(self.done)
-        if barrier.over(taken.lanes):
-            barrier.leave(taken.lanes, warps)
-            return pc + 1
-        self.groups.append(Group(taken.lanes, pc, ("cluster", "all its threads", None)))
-        return self._part(rest, pc)
 
     def _deal(self, ins: Instruction, taken: Mask, rest: Array, pc: int) -> int:
         """setmaxnreg: warps that ask for more registers than are free wait for them."""
-        count, goes_on = int(ins.operands[0]), rest.copy()
-        for rank, lanes in self.cta.by_cta(taken.lanes):
-            pool, warps = self.cta.pools[rank], self._warps_of(rank, lanes)
-            if ins.opcode[1] == "dec":
-                pool.give(warps, count)
-                goes_on |= lanes
-                continue
-            first = rank * self.cta.each // WARP
-            served = np.repeat(np.isin(np.arange(self.threads // WARP), first + pool.take(warps, count)), WARP)
-            goes_on |= lanes & served
-            if (waits := lanes & ~served).any():
-                self.groups.append(Group(waits, pc, ("registers", count, None)))
-        return self._part(goes_on, pc)
-
-    def _warps_of(self, rank: int, lanes: Array) -> Array:
-        """The warps of these lanes, by their numbers in their CTA."""
-        return Group(lanes, 0).warps() - rank * self.cta.each // WARP
+        count, warps = int(ins.operands[0]), Group(taken.lanes, pc).warps()
+        if ins.opcode[1] == "dec":
+            self.cta.pool.give(warps, count)
+            return pc + 1
+        served = np.repeat(np.isin(np.arange(self.threads // WARP), self.cta.pool.take(warps, count)), WARP)
+        if (waits := taken.lanes & ~served).any():
+            self.groups.append(Group(waits, pc, ("registers", count, None)))
+        return self._part(rest | (taken.lanes & served), pc)
 
     def _part(self, lanes: Array, pc: int) -> int:
         """These lanes of the group go on behind the instruction."""
@@ -311,33 +281,27 @@ class Scheduler:
             self.groups.append(Group(lanes, pc + 1))
         return -1
 
-    def _let_go(self, rank: int, name: int, expected: int | None) -> None:
-        """Those who wait at a CTA's named barrier go on, if as many have come.  expected: None for all not done."""
-        here = self.cta.rank == rank
-        count = self.cta.each - int(self.done[here].sum()) if expected is None else expected
-        if self.cta.named[rank, name].complete(count):
+    def _let_go(self, name: int, expected: int | None) -> None:
+        """Those who wait at a named barrier go on, if as many have come.  expected: None for all not done."""
+        count = self.threads - int(self.done.sum()) if expected is None else expected
+        if self.cta.named[name].complete(count):
             for group in self.groups:
-                if group.waiting[:2] == ("barrier", name) and (group.lanes & here).any():
+                if group.waiting[:2] == ("barrier", name):
                     group.waiting = READY
 
     def _wait(self, step: Step, mask: Mask, pc: int) -> int:
         """mbarrier.try_wait: goes on when the phase is over, and until then is not tried again."""
-        addresses, parities = (np.broadcast_to(read(self.cta), self.threads) for read in step.operands)
-        goes_on = np.zeros(self.threads, bool)
-        for _, lanes in self.cta.by_cta(mask.lanes):
-            address, parity = addresses[lanes], parities[lanes]
-            if (address != address[0]).any() or (parity != parity[0]).any():
-                raise UnknownInstruction("lanes of a group wait for different mbarriers")
-            warps = Group(lanes, pc).warps()
-            barrier = self.cta.mbarriers.at(int(address[0]), int(warps[0]), own=True)
-            if barrier.over(int(parity[0])):
-                self.cta.order.acquire(warps, barrier.past)
-                goes_on |= lanes
-            else:
-                self.groups.append(Group(lanes, pc, ("mbarrier", int(address[0]), int(parity[0]))))
-        if goes_on.any():
-            step.execute(self.cta, Mask(goes_on, bool(goes_on.all())), np.ones(1, bool))
-        return pc + 1 if (goes_on == mask.lanes).all() else self._part(goes_on, pc)
+        address, parity = (np.broadcast_to(read(self.cta), self.threads)[mask.lanes] for read in step.operands)
+        if (address != address[0]).any() or (parity != parity[0]).any():
+            raise UnknownInstruction("lanes of a group wait for different mbarriers")
+        warps = Group(mask.lanes, pc).warps()
+        barrier = self.cta.mbarriers.at(int(address[0]), int(warps[0]))
+        if not barrier.over(int(parity[0])):
+            self.groups.append(Group(mask.lanes, pc, ("mbarrier", int(address[0]), int(parity[0]))))
+            return -1
+        self.cta.order.acquire(warps, barrier.past)
+        step.execute(self.cta, mask, np.ones(1, bool))
+        return pc + 1
 
     def _wake(self) -> None:
         """Groups whose mbarrier's phase is over, and whose named barrier is complete because threads ended, go on."""
@@ -351,24 +315,15 @@ class Scheduler:
                     raise Fault(f"the mbarrier at {name} is invalidated while threads wait for it")
                 if barrier.over(detail):
                     group.waiting = READY
-            elif kind == "cluster":
-                self.cta.cluster_barrier.complete(self.done)
-                if self.cta.cluster_barrier.over(group.lanes):
-                    group.waiting = READY
             elif kind == "registers":
-                ((rank, lanes),) = self.cta.by_cta(group.lanes)
-                if self.cta.pools[rank].serves(self._warps_of(rank, lanes), name):
+                if self.cta.pool.serves(group.warps(), name):
                     group.waiting = READY
-            elif detail is None:
-                ((rank, _),) = self.cta.by_cta(group.lanes)
-                if self.cta.named[rank, name].lanes.any():
-                    self._let_go(rank, name, None)
+            elif detail is None and self.cta.named[name].lanes.any():
+                self._let_go(name, None)
 
     def _who_waits(self) -> str:
         lines = []
         for group in self.groups:
             text = self.steps[min(group.pc, len(self.steps) - 1)].instruction.text[:100]
-            for rank, lanes in self.cta.by_cta(group.lanes):
-                who = f"warps {self._warps_of(rank, lanes).tolist()}" + f" of rank {rank}" * (self.cta.ctas > 1)
-                lines.append(f"{who} wait for {group.waiting} at {text!r}")
-        return f"deadlock in {self.cta.name(np.ones(self.threads, bool))}: " + "; ".join(lines)
+            lines.append(f"warps {group.warps().tolist()} wait for {group.waiting} at {text!r}")
+        return f"deadlock in CTA {self.cta.number}: " + "; ".join(lines)

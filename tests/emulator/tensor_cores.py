@@ -153,7 +153,6 @@ class _Operands:
             raise Fault("the matrix descriptors differ inside of a warpgroup")
         bits = int(descriptors[0])
         start, leading, stride = ((bits >> shift & 0x3FFF) << 4 for shift in (0, 16, 32))
-        start += int(self.cta.window[WARP * self.warps[0]])
         swizzle = SWIZZLES[bits >> 62]
         span = SPANS[swizzle]
         row = np.arange(rows)[:, None]
@@ -231,7 +230,7 @@ def _matrix(program: Program, ins: Instruction) -> Execute:
                 if (address % 16).any():
                     raise Misaligned(f"a matrix's row at shared address {int(address[address % 16 != 0][0])}")
                 warps = np.full(8, warp)
-                index = cta.shared.place(address, 16, warps)
+                index = cta.shared.place(address, 16)
                 if storing:
                     data = np.ascontiguousarray(given[place][warp]).view(np.uint16).reshape(8, 8)
                     data = np.ascontiguousarray(data.T if turned else data).view(np.uint8)

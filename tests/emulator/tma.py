@@ -14,10 +14,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from emulator.faults import Fault, TensorMapError
+from emulator.faults import TensorMapError
 from emulator.numbers import Array
 from emulator.order import WARP
-from emulator.shared import WINDOW
 
 if TYPE_CHECKING:
     from emulator.cta import Cta
@@ -117,10 +116,8 @@ class Store:
 
 
 def begin_load(cta: Cta, lane: int, tensor_map: TensorMap, corner: tuple[int, int], base: int, barrier: int) -> None:
-    """cp.async.bulk.tensor from device memory to shared memory of one CTA, whose mbarrier it signals."""
+    """cp.async.bulk.tensor from device memory to shared memory."""
     warp = np.array([lane // WARP])
-    if base // WINDOW != barrier // WINDOW:
-        raise Fault("TMA signals an mbarrier of another CTA than the one that it writes to")
     cta.mbarriers.for_tma(barrier, lane // WARP)
     linear, source, inside = tensor_map.place(corner, base)
     target = cta.shared.locate(linear)
@@ -129,15 +126,6 @@ def begin_load(cta: Cta, lane: int, tensor_map: TensorMap, corner: tuple[int, in
     if inside.any():
         cta.memory.load(source[inside], 1, np.broadcast_to(warp, int(inside.sum())), cta.order)
     cta.start(Load((target, source, inside), barrier, column, epoch))
-
-
-def begin_multicast(cta: Cta, lane: int, tensor_map: TensorMap, place: tuple[int, int, int, int], ctas: int) -> None:
-    """The same to each CTA of a mask (bit r: of rank r), at the same place: corner, shared address, mbarrier."""
-    if ctas >> cta.shared.ctas or not ctas:
-        raise Fault(f"a multicast to the CTAs of mask {ctas:#x}: the cluster has {cta.shared.ctas}")
-    for rank in (rank for rank in range(cta.shared.ctas) if ctas >> rank & 1):
-        base, barrier = (WINDOW * rank + address % WINDOW for address in place[2:])
-        begin_load(cta, lane, tensor_map, place[:2], base, barrier)
 
 
 def begin_store(cta: Cta, lane: int, tensor_map: TensorMap, corner: tuple[int, int], base: int) -> None:
