@@ -256,6 +256,7 @@ QUALIFIERS = {
     "ld.global.nc.b32 %r1, [%rd0];": "nc of ld",
     "ld.global.v8.b32 %r1, [%rd0];": "v8 of ld",
     "ld.volatile.shared.b32 %r1, [0];": "volatile of ld",
+    "ld.shared::cluster.b32 %r1, [0];": "shared::cluster of ld",
     "st.global.release.b32 [%rd0], %r1;": "release of st",
     "add.sat.s32 %r1, %r2, %r3;": "sat of add",
     "add.cc.s32 %r1, %r2, %r3;": "cc of add",

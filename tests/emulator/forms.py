@@ -74,7 +74,7 @@ elect sync
 ld param ANY
 ld global (ca|cg|cs|lu) (L1::*) (L2::*) [v2|v4] ANY -- caches
 st global (wb|cg|cs|wt) (L1::*) (L2::*) [v2|v4] ANY -- caches
-ld|st shared|shared::cta|shared::cluster [v2|v4] ANY
+ld|st shared|shared::cta [v2|v4] ANY
 atom|red global gpu|sys relaxed|acq_rel add u32|s32|u64|f32|f64
 atom|red global gpu|sys relaxed|acq_rel min|max u32|s32|u64|s64
 atom|red global gpu|sys relaxed|acq_rel and|or|xor|exch b32|b64
