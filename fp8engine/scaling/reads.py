@@ -208,11 +208,12 @@ def _errors(x_RC: torch.Tensor, amaxes: Sequence[torch.Tensor], format: Format) 
     return y
 
 
-def judge(x: Part, w: Part, dy: Part | None, calls: int = 1) -> torch.Tensor:
+def judge(x: Part, w: Part, dy: Part | None, rows: float = 1.0, tokens: float = 1.0) -> torch.Tensor:
     """The numbers of every read under every option, [6, 5, 5] FP32 as READS, OPTIONS and NUMBERS; NaN for none.
 
     x: the input [M, K].  w: the weight [N, K].  dy: the gradient of the output [M, N], of the same rows as x; None
-    where no backward came: of the forward's reads then, without costs.  calls: of the layer, which share the rows.
+    where no backward came: of the forward's reads then, without costs.  rows: of all calls, which share the sampled
+    ones; tokens: in the mean loss; both for each row of the largest call, which is x.total.
     """
     table = torch.full(SHAPE, math.nan, device=x.rows_RC.device)
     tried_x, tried_w = try_casts(x), try_casts(w, square=True)
@@ -234,7 +235,7 @@ def judge(x: Part, w: Part, dy: Part | None, calls: int = 1) -> torch.Tensor:
     ]
     _rate(table[3:], reads)
     drawn = x.total / x.total.clamp(min=1, max=len(x.rows_RC)) * (len(w.energies_N) / max(sampled, 1))
-    unit = 0.5 * x.total * calls * drawn * (tried_x.amax * tried_w.amax * tried_dy.amax).square()
+    unit = 0.5 * x.total * tokens * rows * drawn * (tried_x.amax * tried_w.amax * tried_dy.amax).square()
     unit = torch.where(dy.total > 0, unit, math.nan)
     table[0, :, COST] = unit * _summed(tried_x, dy2_RJ @ w2_JK)
     table[1, :, COST] = unit * _summed(tried_w, dy2_RJ.t() @ x2_RK)

@@ -81,8 +81,9 @@ class StepSamples:
         self.layouts = {i: {role: layout_of(shape, role) for role in ROLES} for i, shape in shapes.items()}
         self.layers = layers
         self.tables: Tables | None = None
-        # By layer: calls so far, how many count no more, the others' rows; 0 without gradients, 2 in a backward.
-        self.calls: dict[int, tuple[int, int, int, int]] = {}
+        # By layer: calls so far, how many count no more, the others' rows, the most of one; 0 without gradients, 2 in a
+        # backward.
+        self.calls: dict[int, tuple[int, int, int, int, int]] = {}
         # Each begins at a multiple of 16 bytes: CUDA graphs of torch.compile write to a copy else (columns.py).
         lengths = [layout.length + -layout.length % 4 for roles in self.layouts.values() for layout in roles.values()]
         self.flat = torch.zeros(sum(lengths), dtype=torch.float32, device=device)
@@ -114,12 +115,12 @@ class StepSamples:
     def call(self, layer: int, rows: int) -> Call:
         """The next call of a layer, of that many rows; AGAIN for what a checkpoint computes a second time."""
         kind = 2 if library.in_backward() else int(torch.is_grad_enabled())
-        number, before, total, was = self.calls.get(layer, (0, 0, 0, kind))
+        number, before, total, most, was = self.calls.get(layer, (0, 0, 0, 0, kind))
         if (was, kind) == (1, 2):
             return AGAIN
         if kind != was:
-            before, total = number, 0
-        self.calls[layer] = number + 1, before, total + rows, kind
+            before, total, most = number, 0, 0
+        self.calls[layer] = number + 1, before, total + rows, max(most, rows), kind
         return Call(number + 1, rows / (total + rows) if total else 1.0)
 
     @property
@@ -154,8 +155,14 @@ class StepSamples:
                 )
                 x, w, dy = (layout.part(self.parts[len(ROLES) * i + j]) for j, layout in enumerate(local))
                 if n and k:
-                    number, before, *_ = self.calls.get(i, (1, 0))
-                    reads[i] = judge(x, w, dy if backward else None, number - before)
+                    rows = tokens = 1.0
+                    if most := self.calls.get(i, (0, 0, 0, 0))[3]:
+                        number, before, total, *_ = self.calls[i]
+                        x.total.fill_(most)  # of several calls it was the last one's
+                        rows = total / most
+                        # Calls of as many rows each are taken to be of the same tokens again, as ALBERT's are.
+                        tokens = 1.0 if rows == number - before else rows
+                    reads[i] = judge(x, w, dy if backward else None, rows, tokens)
             return Tables(self.slots_SL, reads, self.loss_1)
 
 
