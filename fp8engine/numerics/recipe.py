@@ -359,10 +359,10 @@ def auto(
     """Format and granularity of each tensor from its own statistics; starts as `current`, reports every change.
 
     min_sqnr_db: SQNR that matmuls need of their operands, or {kind of consumer: SQNR}; FP8 gives at most 31.6 dB.
-    budget: share of the loss that all casts may cost, as predicted until `fe.keep_budget` measures it; 0.005: 0.5 %.
-    It needs the loss, which `fe.scaling_state(model).see_loss(loss)` tells where the model does not return it.
-    interval: training steps in which one is sampled.
-    freeze_after: the last step that may change anything.
+    budget: share of the loss that all casts may cost, 0.005: 0.5 %; the loss is the model's `.loss`, or what is given
+    to `fe.scaling_state(model).see_loss`.  Costs are predicted, for a mean over tokens; of a mean over sequences (a
+    classifier's loss) they are too high by the tokens of a sequence, until `fe.keep_budget` measures them.
+    interval: training steps in which one is sampled.  freeze_after: the last step that may change anything.
     plan: decisions to repeat instead (`fe.inspect(model).save_plan`).
     objective: "accuracy", or "speed" (predicted scales, and the cheapest cast that is good enough).
     Raises InvalidRecipe for numbers out of range, UnknownName for an objective.
