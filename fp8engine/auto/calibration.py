@@ -7,6 +7,7 @@ costs in nats are known; no gradient is accumulated, so that hooks on accumulati
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from collections.abc import Mapping, Sequence
 
@@ -15,6 +16,7 @@ from torch import nn
 
 from fp8engine.auto.controller import Controller
 from fp8engine.auto.untouched import arguments, untouched
+from fp8engine.errors import Fp8EngineError
 
 
 def calibrate(model: nn.Module, controllers: Sequence[Controller], example_inputs: object) -> None:
@@ -63,3 +65,18 @@ def loss_of(result: object) -> torch.Tensor | None:
     """
     found = result.get("loss") if isinstance(result, Mapping) else getattr(result, "loss", None)
     return found if isinstance(found, torch.Tensor) and found.numel() == 1 else None
+
+
+def number(loss: object, caller: str, error: type[Fp8EngineError]) -> torch.Tensor:
+    """A loss that a caller was given, as a tensor without its graph.  Raises `error` for what is not one number.
+
+    >>> number(2.0, "see_loss", Fp8EngineError)
+    tensor(2., dtype=torch.float64)
+    """
+    if not isinstance(loss, torch.Tensor):
+        with contextlib.suppress(TypeError, ValueError, RuntimeError):
+            loss = torch.as_tensor(loss, dtype=torch.float64)
+    if isinstance(loss, torch.Tensor) and loss.numel() == 1:
+        return loss.detach()
+    what = f"shape {list(loss.shape)}" if isinstance(loss, torch.Tensor) else f"type {type(loss).__name__}"
+    raise error(f"{caller}: a loss of {what}; want one number, the mean over tokens")

@@ -109,7 +109,7 @@ class Controller(Known):
         # Of a model that has not trained, the next forward without gradients ends the sample.
         self.state.decides_next = self.tentative and self.step == 0 and self.state.samples is not None
 
-    def see_loss(self, loss: torch.Tensor | float) -> None:
+    def see_loss(self, loss: torch.Tensor) -> None:
         """The loss of the step under way, a mean over its tokens in nats, for `fe.auto(budget=...)`."""
         if self.state.samples is not None:
             self.state.samples.see_loss(loss)

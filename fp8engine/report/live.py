@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fp8engine.auto.calibration import number
 from fp8engine.errors import ReportError, ReportWarning
 from fp8engine.ops import ranks
 from fp8engine.report.collect import inspect
@@ -65,9 +66,13 @@ class LiveReport:
             warnings.warn(f"LiveReport({str(folder)!r}) writes {why}", ReportWarning, stacklevel=2)
 
     def step(self, model: nn.Module, step: int, loss: float | torch.Tensor | None = None) -> None:
-        """Note a step, counted from 0, and its loss; write where it is the last of `every`."""
+        """Note a step, counted from 0, and its loss; write where it is the last of `every`.
+
+        Raises ReportError for a loss that is not one number.
+        """
         if loss is not None:
-            self.losses[step] = loss.detach() if isinstance(loss, torch.Tensor) else loss
+            # As a copy: a CUDA graph writes each loss to the same memory.
+            self.losses[step] = number(loss, "LiveReport.step", ReportError).clone()
         if (step + 1) % self.every == 0:
             self.write(model, step)
 

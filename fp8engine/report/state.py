@@ -11,6 +11,7 @@ from torch import nn
 
 from fp8engine._torch import plain_name
 from fp8engine.auto import Alarm, Controller
+from fp8engine.auto.calibration import number
 from fp8engine.autograd import Numerics
 from fp8engine.convert.select import linear_layers, parameter_of
 from fp8engine.errors import ConversionError, ParallelWarning, ShapeError, StateError, UnknownName
@@ -97,16 +98,15 @@ class StateView(Mapping[str, SlotView]):
 
         Call it between forward and backward, with the loss before any loss scale.  Nothing waits for the device, and
         in a step that is not sampled nothing happens.  A model that returns its loss (`.loss`) needs no call.
-        Raises ShapeError for a tensor of several numbers.
+        Raises ShapeError for what is not one number.
 
         >>> from fp8engine.nn import Linear
         >>> layer = Linear(16, 16, recipe="auto")
         >>> scaling_state(layer).see_loss(layer(torch.randn(4, 16)).square().mean())
         """
-        if isinstance(loss, torch.Tensor) and loss.numel() != 1:
-            raise ShapeError(f"see_loss: a loss of shape {list(loss.shape)}; want one number, the mean over tokens")
+        seen = number(loss, "see_loss", ShapeError)
         for controller in self.controllers:
-            controller.see_loss(loss)
+            controller.see_loss(seen)
 
     def state_dict(self) -> dict:
         """As `scaling_state_dict`: with these two methods, what saves optimizers saves this too.

@@ -128,11 +128,11 @@ class StepSamples:
         """Rows of the table that could not be written, and why."""
         return {i: vars(row)[FAILED] for i, row in enumerate(self.rows) if FAILED in vars(row)}
 
-    def see_loss(self, loss: torch.Tensor | float) -> None:
+    def see_loss(self, loss: torch.Tensor) -> None:
         """Keep the step's loss, a mean over tokens; not that of a call inside a transform of torch.func."""
         if transforms_active():
             return
-        self.loss_1.copy_(torch.as_tensor(loss).detach().float().reshape(1))
+        self.loss_1.copy_(loss.detach().reshape(1))
 
     def finish(self, sizes: Mapping[int, tuple[int, int, int] | None], backward: bool) -> Tables:
         """Try the casts on the sampled rows.

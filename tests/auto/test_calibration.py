@@ -86,8 +86,9 @@ def test_a_budget_without_a_loss_says_so():
         fe.scaling_state(other).see_loss(loss)
         loss.backward()
     assert "the budget of loss is not kept" not in str(fe.inspect(other))
-    with pytest.raises(ShapeError, match="want one number"):
-        fe.scaling_state(other).see_loss(torch.ones(2))
+    for several, what in {torch.ones(2): r"shape \[2\]", None: "type NoneType", "x": "type str"}.items():
+        with pytest.raises(ShapeError, match=f"a loss of {what}; want one number"):
+            fe.scaling_state(other).see_loss(several)  # pyright: ignore[reportArgumentType]
 
 
 @pytest.mark.parametrize("budget", [0, -1.0, 1.5, "much"])

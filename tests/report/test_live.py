@@ -154,6 +154,17 @@ def test_without_packages_the_page_alone_is_written(tmp_path: Path, monkeypatch:
     assert [path.name for path in (tmp_path / "a" / "b").iterdir()] == ["report.html"]
 
 
+def test_a_loss_in_memory_that_the_next_step_writes_to(tmp_path: Path):
+    """As a CUDA graph's; what is no loss is refused where it is given."""
+    live, loss = LiveReport(tmp_path, every=100), torch.zeros(())
+    for step in range(3):
+        live.step(torch.nn.Linear(2, 2), step, loss.fill_(step))
+    assert list(live.losses.values()) == [0, 1, 2]
+    for several in (torch.ones(3), "x"):
+        with pytest.raises(fe.errors.ReportError, match=r"LiveReport.step: a loss of .*; want one number"):
+            live.step(torch.nn.Linear(2, 2), 3, several)  # pyright: ignore[reportArgumentType]
+
+
 def test_what_cannot_be_written_so_is_refused(tmp_path: Path):
     for callback in (LiveReport, ReportCallback, ForLightning):
         for every in (0, -1, 1.5, "100"):
