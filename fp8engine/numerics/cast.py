@@ -57,8 +57,10 @@ class PerBlock:
     cols: int
 
     def __post_init__(self):
-        if min(self.rows, self.cols) < 1:
-            raise InvalidRecipe(f"{self!r}: a block has at least one row and one column")
+        if not all(isinstance(size, int) and size >= 1 for size in (self.rows, self.cols)):
+            raise InvalidRecipe(
+                f"{self!r}: a block has whole numbers of rows and columns, at least one row and one column"
+            )
 
     def along(self, dim: int) -> PerBlock:
         """This granularity for a matmul that reduces `dim`: 1x128 along -1 becomes 128x1 along 0."""
