@@ -191,7 +191,8 @@ class StateView(Mapping[str, SlotView]):
         """Call `listener` with every early warning from now on; the function returned ends that.
 
         An alarm has .step .slot .ratio .growth .steps, and is a line of text as str(alarm).  A copy of the model, or a
-        saved one, has no listeners.  Raises StateError where no layer is under `auto`: nothing else is watched.
+        saved one, has no listeners.  Raises StateError where no layer is under `auto`, and nothing is watched, and for
+        what cannot be called.
 
         >>> from fp8engine.nn import Linear
         >>> layer = Linear(16, 16, recipe="auto")
@@ -202,6 +203,8 @@ class StateView(Mapping[str, SlotView]):
             raise StateError(
                 'on_alarm: no layer is under "auto", and only those are watched; fe.convert(model, "auto")'
             )
+        if not callable(listener):
+            raise StateError(f"on_alarm({listener!r}): want a function of one argument, the alarm")
         for history in histories:
             history.listeners.append(listener)
 

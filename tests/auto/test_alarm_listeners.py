@@ -97,3 +97,5 @@ def test_a_state_that_was_saved_without_early_warnings_is_loaded():
 def test_a_model_that_nobody_watches_says_so():
     with pytest.raises(StateError, match='no layer is under "auto", and only those are watched'):
         fe.scaling_state(converted(nn.Linear(4, 4), "delayed")).on_alarm(print)
+    with pytest.raises(StateError, match=r"on_alarm\(3\): want a function"):
+        fe.scaling_state(watched()).on_alarm(3)  # pyright: ignore[reportArgumentType]
