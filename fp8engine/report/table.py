@@ -77,7 +77,10 @@ class Report(Facts):
         """The sums and the layers as text, `width` columns wide; None: as the terminal, or unwrapped in a pipe.
 
         Layers of repeated blocks that ran alike are one row with the largest of their shares; every: a row for each.
+        Raises ReportError for a width that is no whole number of 1 or more.
         """
+        if width is not None and (not isinstance(width, int) or width < 1):
+            raise ReportError(f"table(width={width!r}): want a whole number of columns, 1 or more, or None")
         width = terminal_width() if width is None else width
         rows = folded.tables(self.layers, every)
         lines = ["FP8 engine: what ran, and why", *self._summary(), *[folded.READ_AS] * (not every)]

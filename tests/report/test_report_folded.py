@@ -16,6 +16,7 @@ from tiny_models import llama
 from torch import nn
 
 import fp8engine as fe
+from fp8engine.errors import ReportError
 from fp8engine.report.flow import repeats
 from fp8engine.report.folded import groups
 
@@ -58,6 +59,10 @@ def test_equal_blocks_are_one_row_and_every_row_is_there_to_be_asked_for(current
     assert "60 of 61 layers in FP8 (60 emulated), 0 converted in 16 bits, 0 never ran, 1 left alone" in summary
     assert len(others) < 18
     assert len(rows(current.table(every=True))) == 60
+    assert current.table(1).splitlines()[:2] == ["FP8", "  engine:"]
+    for width in (0, -5, "x", 80.0):
+        with pytest.raises(ReportError, match=rf"table\(width={width!r}\): want a whole number of columns"):
+            current.table(width)  # pyright: ignore[reportArgumentType]
 
 
 def test_layers_that_ran_otherwise_have_rows_of_their_own():
