@@ -18,7 +18,7 @@ import statistics
 import time
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -30,14 +30,14 @@ from fp8engine._torch import tree_map
 from fp8engine.auto import budget
 from fp8engine.auto.between import Between
 from fp8engine.auto.budget import Spent
-from fp8engine.auto.calibration import loss_of
+from fp8engine.auto.calibration import loss_of, number
 from fp8engine.auto.controller import Controller
 from fp8engine.auto.untouched import arguments, untouched
 from fp8engine.errors import BudgetWarning, StateError
 from fp8engine.ops import ranks
 from fp8engine.scaling.choice import Choice
 
-LossOf = Callable[[nn.Module, Any], torch.Tensor]
+LossOf = Callable[[nn.Module, Any], torch.Tensor | float]
 LEAST = 4  # batches: two that decide and two that check
 TRIES, CHECKS = 8, 4  # sums of predicted costs that are measured; that are checked
 NEAR = 1.2  # a sum that fits and one that does not, so close that no other is worth a try between them
@@ -67,13 +67,15 @@ class Cost(NamedTuple):
         return self.nats + (math.tan(0.4 * math.pi) if n == 1 else t90) * self.error
 
 
-def keep(controllers: Sequence[Controller], model: nn.Module, batches: Sequence, loss: LossOf | None) -> Spent:
+def keep(controllers: Sequence[Controller], model: nn.Module, batches: Iterable, loss: LossOf | None) -> Spent:
     """Bring the measured cost of all forward casts within the budget; everything but the recipes stays as it was.
 
     loss(model, batch): one number, a mean in nats; None: the batch is the model's arguments, whose result has `.loss`.
     Raises StateError for what cannot be measured.
     """
-    if len(batches) < LEAST:
+    if isinstance(batches, Mapping) or not isinstance(batches, Iterable):
+        raise StateError(f"keep_budget: batches={type(batches).__name__}; want a list of batches, or a DataLoader")
+    if len(batches := list(batches)) < LEAST:
         raise StateError(f"keep_budget: {len(batches)} batches; want at least {LEAST}: half of them decide, half check")
     trial = _Trial(controllers, model, loss or (lambda model, batch: own_loss(model, *arguments(batch))))
     with untouched(model), trial.alone():
@@ -160,7 +162,9 @@ class _Trial:
                     controller.layers[i].adopt(controller.recipe_under(choice, i))
         found, self.rows = [], 0
         for batch in batches:
-            found.append(self.loss(self.model, batch).detach().double().reshape(()))
+            loss = number(self.loss(self.model, batch), "keep_budget", StateError)
+            # As a copy: the next batch's loss may be written to the same memory.
+            found.append(loss.to(self.controllers[0].state.device, torch.float64, copy=True).reshape(()))
             self.rows += max((n.sizes[0] for each in self.controllers for n in each.layers if n.sizes), default=0)
         losses = torch.stack(found)
         ranks.as_first(losses)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -18,15 +18,15 @@ from fp8engine.report.state import StateView
 
 
 def keep_budget(
-    model: nn.Module, batches: Sequence, loss: Callable[[nn.Module, Any], torch.Tensor] | None = None
+    model: nn.Module, batches: Iterable, loss: Callable[[nn.Module, Any], torch.Tensor | float] | None = None
 ) -> Spent:
     """Measure what FP8 costs the loss, and decide so that it stays within `fe.auto(budget=...)`; returns what it found.
 
     model: converted under `fe.auto` with a budget, and calibrated (`example_inputs`) or trained for some steps.
-    batches: at least 4, text like that which the model will see.  Every second one decides, the others check: the
-    standard error of what is promised falls with the square root of their number, and a budget that is smaller than
-    that leaves hardly anything in FP8.  loss(model, batch): a mean in nats; without it a batch is the model's
-    arguments, a tuple or a dict, and the model returns `.loss`.
+    batches: at least 4, text like that which the model will see; a list, or a DataLoader, whose batches are all held.
+    Every second one decides, the others check: the standard error of what is promised falls with the square root of
+    their number, and a budget that is smaller than that leaves hardly anything in FP8.  loss(model, batch): a mean in
+    nats; without it a batch is the model's arguments, a tuple or a dict, and the model returns `.loss`.
 
     It runs 2 to 9 evaluation forwards a batch, without gradients.  The model, its scales and its mode stay as they
     were; its forward casts change at once, so call it between two steps of the optimizer.  The log has each change.
@@ -73,11 +73,13 @@ def keep_budget_in_training(model: nn.Module, batches: int = 8) -> RemovableHand
     took, and what was found.  A BudgetWarning says where the budget is not kept, or could not be measured.
     A run that is resumed calls it again, and begins to count anew.  `handle.remove()` ends it.  Of a model that
     torch.compile compiles as a whole nothing is measured, as nothing of it is sampled.
-    Raises StateError: no budget, a plan, fewer batches than 4.
+    Raises StateError: no budget, a plan, a number of batches that is no whole one of 4 or more.
     """
     controllers = _controllers(model, "keep_budget_in_training")
-    if batches < measured.LEAST:
-        raise StateError(f"keep_budget_in_training: {batches} batches; want at least {measured.LEAST}")
+    if not isinstance(batches, int) or batches < measured.LEAST:
+        raise StateError(
+            f"keep_budget_in_training: {batches!r} batches; want a whole number, at least {measured.LEAST}"
+        )
     if all(each.recipe.budget is None for each in controllers):
         raise StateError("keep_budget_in_training: no layer has a budget; fe.convert(model, fe.auto(budget=0.005))")
     return model.register_forward_pre_hook(measured.InTraining(controllers, batches), prepend=True, with_kwargs=True)

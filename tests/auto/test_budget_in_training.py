@@ -187,11 +187,13 @@ def test_what_cannot_be_measured_is_said_and_tried_again():
 @pytest.mark.parametrize(
     ("model", "batches", "why"),
     [
-        (lambda: under(0.5), 3, "3 batches; want at least 4"),
+        (lambda: under(0.5), 3, "3 batches; want a whole number, at least 4"),
+        (lambda: under(0.5), 4.5, "4.5 batches; want a whole number, at least 4"),
+        (lambda: under(0.5), "8", "'8' batches; want a whole number, at least 4"),
         (lambda: under(None), 8, "no layer has a budget"),
         (lambda: converted(taught(), "current"), 8, "no layer is under `auto`"),
     ],
 )
-def test_what_is_refused(model, batches: int, why: str):
+def test_what_is_refused(model, batches: Any, why: str):
     with pytest.raises(StateError, match=f"keep_budget_in_training: {why}"):
         fe.keep_budget_in_training(model(), batches)

@@ -14,6 +14,7 @@ from autos import controller, fused, lines, plan_of
 from blocks import WIDTH, Net
 from support import converted, same, tables
 from torch import nn
+from torch.utils.data import DataLoader
 
 import fp8engine as fe
 from benchmarks.distributed.processes import run
@@ -141,6 +142,13 @@ def test_what_decides_does_not_check(times: float):
         # Of forwards in 16 bits of a layer whose backward is in FP8, results are rounded to BF16: 3e-6 of this loss.
         wanted = times * statistics.fmean(costs(model, BATCHES[1::2]))
         assert spent.cost == pytest.approx(wanted, abs=times * 1e-5)
+
+
+def test_any_batches_and_a_loss_as_a_float():
+    of_loader = (DataLoader(BATCHES, batch_size=None), lambda model, batch: model(*batch)["loss"].item())  # pyright: ignore[reportArgumentType]
+    given: list[tuple] = [(BATCHES,), (iter(BATCHES),), of_loader]
+    every = [fe.keep_budget(calibrated(0.01), *each) for each in given]
+    assert every[1:] == every[:1] * 2
 
 
 def test_layers_of_several_scaling_states_share_one_budget():
@@ -272,6 +280,14 @@ REFUSED: dict[str, tuple[Callable[[], Any], tuple, str]] = {
         ([(x,) for x, _ in BATCHES],),
         "returns no loss of one number",
     ),
+    "logits": (
+        lambda: calibrated(0.01),
+        (BATCHES, lambda model, batch: model.net(batch[0])),
+        r"a loss of shape \[64, .*; want one number",
+    ),
+    "None": (lambda: calibrated(0.01), (BATCHES, lambda model, batch: None), "a loss of type NoneType"),
+    "one batch": (lambda: calibrated(0.01), ({"x": 1},), "batches=dict; want a list of batches"),
+    "a number": (lambda: calibrated(0.01), (8,), "batches=int; want a list of batches, or a DataLoader"),
     "NaN": (lambda: calibrated(0.01), (BATCHES, lambda model, batch: model(*batch)["loss"] * math.nan), "to be finite"),
     "below 0": (lambda: calibrated(0.01), (BATCHES, lambda model, batch: -model(*batch)["loss"]), "of a loss above 0"),
     "no budget": (lambda: calibrated(None), (BATCHES,), "no layer has a budget"),
