@@ -123,12 +123,32 @@ def test_the_error_that_is_told_is_the_one_on_rows_that_nothing_was_fitted_to():
     assert f"matmuls {matmul}, a layer's speed-up {layer} (" in ERROR
 
 
-def test_a_llama_by_name_as_json():
+def test_a_llama_by_name_as_json_and_the_page_that_prints_it(tmp_path: Path):
     found = told("bench", "predict", "llama-3-8b", "--card", "h200")
     assert found["predicted"] is True
     assert found["card"] == "h200"
     assert sum(row["count"] for row in found["rows"]) == 7 * 32 + 1
     assert 1.1 < found["total"]["recipes"]["current"]["speedup"] < 2.0
+    heads = {
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "tie_word_embeddings": True,
+        "architectures": ["LlamaForCausalLM"],
+    }
+    size = {"hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "vocab_size": 49152}  # SmolLM2-135M
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **size, **heads}))
+    large, small = speeds(found), speeds(told("bench", "predict", tmp_path, "--card", "h200")).values()
+    page = (Path(fe.__file__).parents[1] / "docs/getting-started.md").read_text(encoding="utf-8")
+    assert large["current"] == large["rowwise"]
+    assert f"Llama-3-8B, 8,192 tokens a step, with their casts: {large['current']} times as fast as BF16 under" in page
+    assert f"`rowwise`, {large['delayed']} under `delayed`, {large['blockwise']} under `blockwise`." in page
+    assert f"Of SmolLM2-135M: {min(small)} to {max(small)} times." in page
+
+
+def speeds(found: dict) -> dict[str, str]:
+    """By recipe, of a whole model, as docs/getting-started.md prints them."""
+    recipes = found["total"]["recipes"]
+    return {name: f"{recipes[name]['speedup']:.2f}" for name in ("current", "delayed", "rowwise", "blockwise")}
 
 
 @pytest.mark.parametrize(
