@@ -12,12 +12,22 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Iterable
+from types import UnionType
 
 SHOWN = 20  # names of a list that a message has in full; of a longer one, the nearest three
 
 
 class Fp8EngineError(Exception):
     """Base class of all exceptions of the engine: `except fe.errors.Fp8EngineError` catches every refusal."""
+
+    @classmethod
+    def unless(cls, value: object, kind: type | UnionType, what: str) -> None:
+        """Raise this error unless a value is of that kind; what: which argument of which call takes what.
+
+        >>> ConversionError.unless(True, bool | None, "convert: fuse takes True, False or None")
+        """
+        if not isinstance(value, kind):
+            raise cls(f"{what}, not {type(value).__name__}")
 
 
 class UnknownName(Fp8EngineError, ValueError):

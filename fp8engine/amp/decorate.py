@@ -201,8 +201,7 @@ def _parameters(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
 def _check_models(models: list[nn.Module]) -> list[nn.Parameter]:
     """Their parameters."""
     for model in models:
-        if not isinstance(model, nn.Module):
-            raise ConversionError(f"decorate takes an nn.Module, not {type(model).__name__}")
+        ConversionError.unless(model, nn.Module, "decorate takes an nn.Module")
         if next(model.parameters(), None) is None:
             raise ConversionError(f"{type(model).__name__} has no parameters: nothing to train in mixed precision")
         for name, module in model.named_modules():

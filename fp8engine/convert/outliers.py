@@ -99,8 +99,7 @@ def _takes(layer: Any) -> bool:
 
 def _chosen(model: nn.Module, names: str | Iterable[str] | None) -> dict[str, Any]:
     """The layers to change, by name.  Raises as `smooth` says."""
-    if not isinstance(model, nn.Module):
-        raise ConversionError(f"smooth takes an nn.Module, not {type(model).__name__}")
+    ConversionError.unless(model, nn.Module, "smooth takes an nn.Module")
     if not any(isinstance(module, Float8Module) for module in model.modules()):
         raise ConversionError(f"smooth: {type(model).__name__} has no converted layers; call fe.convert first")
     downs = dict(gated(model))
@@ -112,6 +111,7 @@ def _chosen(model: nn.Module, names: str | Iterable[str] | None) -> dict[str, An
         if not chosen:
             raise ConversionError(f"smooth: no gated MLP is found in {type(model).__name__}; name its down-projections")
     else:
+        ConversionError.unless(names, Iterable, "smooth: names are one glob or several")
         patterns = [names] if isinstance(names, str) else list(names)
         chosen = {name: layer for pattern in patterns for name, layer in _matching(model, downs, pattern)}
     for layer in chosen.values():

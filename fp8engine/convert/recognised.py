@@ -64,8 +64,7 @@ def describe(model: nn.Module) -> Description:
     >>> describe(model).found["model.layers.0.mlp"].down
     'down_proj'
     """
-    if not isinstance(model, nn.Module):
-        raise ConversionError(f"describe takes an nn.Module, not {type(model).__name__}")
+    ConversionError.unless(model, nn.Module, "describe takes an nn.Module")
     names = {id(module): name for name, module in model.named_modules()}
     found = {names[id(block)]: type(block).__name__ for block in repeated_blocks(model) if block._modules}
     within = tuple(f"{name}." for name in found)

@@ -171,6 +171,7 @@ def decide(
     chosen = {pattern: resolve(value) for pattern, value in (overrides or {}).items()}
     layers = list(linear_layers(model))
     for pattern in chosen:
+        ConversionError.unless(pattern, str, "overrides: each key is a glob over layers' names")
         if not any(fnmatch.fnmatchcase(name, pattern) for name, *_ in layers):
             raise UnknownName("overrides pattern (no linear layer matches it)", pattern, [name for name, *_ in layers])
     choosy, bypassed = dict.fromkeys(_heads(model), HEAD) | dict.fromkeys(_routers(model), ROUTER), uncalled(model)

@@ -89,6 +89,7 @@ def convert(
     Linear(in_features=32, out_features=64, bias=True, recipe=rowwise (E4M3xE4M3, grad E4M3))
     """
     _check_unwrapped(model)
+    ConversionError.unless(fuse, bool | None, "convert: fuse takes True, False or None")
     with undone_by_errors(model):
         if any(RECORD in vars(module) for module in model.modules()):
             revert(model)
@@ -145,8 +146,7 @@ def plan(model: nn.Module, recipe: RecipeName | Recipe = "auto", *, skip=None, o
 
 
 def _check_unwrapped(model: nn.Module) -> None:
-    if not isinstance(model, nn.Module):
-        raise ConversionError(f"convert takes an nn.Module, not {type(model).__name__}")
+    ConversionError.unless(model, nn.Module, "convert takes an nn.Module")
     for name, module in model.named_modules():
         where = f"its part {name!r}" if name else "the model"
         if isinstance(module, torch.jit.ScriptModule):

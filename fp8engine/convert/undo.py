@@ -85,8 +85,7 @@ def revert(model: Model) -> Model:
 
 def _roots(model: nn.Module) -> list[tuple[nn.Module, Record]]:
     """The converted models in `model`, each with its record.  Raises ConversionError for what cannot be reverted."""
-    if not isinstance(model, nn.Module):
-        raise ConversionError(f"revert takes an nn.Module, not {type(model).__name__}")
+    ConversionError.unless(model, nn.Module, "revert takes an nn.Module")
     for name, module in model.named_modules():
         where = f"its part {name!r}" if name else "the model"
         if found := wrapper_of(module) or compiled_in_place(module):

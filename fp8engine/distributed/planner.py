@@ -176,8 +176,7 @@ def _check(model: nn.Module, ranks: int, tokens: int, tp: int, sequence: int) ->
         of = "tp" if name == "ranks" else "sequence"
         if min(whole, part) < 1 or whole % part:
             raise ParallelError(f"plan: {name}={whole} is not a multiple of {of}={part}")
-    if not isinstance(model, nn.Module):
-        raise ConversionError(f"plan takes an nn.Module, not {type(model).__name__}")
+    ConversionError.unless(model, nn.Module, "plan takes an nn.Module")
 
 
 @contextlib.contextmanager

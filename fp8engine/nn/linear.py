@@ -136,6 +136,7 @@ def weights_changed(model: nn.Module) -> None:
     tensor(0.)
     >>> weights_changed(layer)
     """
+    ConversionError.unless(model, nn.Module, "weights_changed takes an nn.Module")
     layers = float8_modules(model)
     if not layers:
         raise ConversionError(f"weights_changed: {type(model).__name__} has no converted layers; call fe.convert first")

@@ -18,7 +18,7 @@ import torch
 
 from fp8engine import _torch
 from fp8engine._torch import tree_leaves, tree_map
-from fp8engine.errors import ShapeError, UnsupportedDtype
+from fp8engine.errors import InvalidRecipe, ShapeError, UnsupportedDtype
 from fp8engine.numerics.cast import Cast, Granularity, PerBlock, PerRow, PerTensor
 from fp8engine.numerics.formats import BF16, FLOATS, Format
 from fp8engine.ops import casts, device, reference
@@ -143,14 +143,18 @@ def quantize(x: torch.Tensor, cast: Cast, scale: torch.Tensor | None = None) -> 
     """x [..., K] as a Float8Tensor under a cast.
 
     scale: use this one (x ≈ q * scale; it must have the shape the cast's granularity gives) instead of measuring x:
-    what does not fit then saturates.  Rows count over the leading dimensions.
-    Raises UnsupportedDtype for a dtype that is not FP32, BF16 or FP16 or a cast that is not to FP8, ShapeError for a
-    scale of another shape, BackendError for one on another device.
+    what does not fit then saturates.  Rows count over the leading dimensions.  A scale's values are not looked at, as
+    that would wait for the device: under one of 0 numbers come back as 0 and 0 as NaN, under Inf or NaN all as NaN.
+    Raises UnsupportedDtype for a dtype that is not FP32, BF16 or FP16 or a cast that is not to FP8, InvalidRecipe for
+    what is no cast, ShapeError for a scale of another shape, BackendError for one on another device.
 
     >>> q = quantize(torch.tensor([[1.0, -3.0, 7.0]]), Cast(Format.named("E4M3"), power_of_2=True))
     >>> q.dequantize().tolist(), q.scale.item(), q.data.dtype
     ([[1.0, -3.0, 7.0]], 0.015625, torch.float8_e4m3fn)
     """
+    UnsupportedDtype.unless(x, torch.Tensor, "quantize takes a tensor")
+    InvalidRecipe.unless(cast, Cast, "quantize takes an fe.Cast")
+    UnsupportedDtype.unless(scale, torch.Tensor | None, "quantize takes a tensor as scale")
     if x.dtype not in FLOATS or x.layout != torch.strided:
         raise UnsupportedDtype(f"quantize: x is {x.dtype}, {x.layout}; want dense float32, bfloat16 or float16")
     if not cast.is_fp8:
@@ -183,6 +187,9 @@ def matmul(a_MK, b_NK, *, bias_N: torch.Tensor | None = None, out: Format = BF16
     tensor([[3., 3.],
             [3., 3.]])
     """
+    for x in (a_MK, b_NK):
+        UnsupportedDtype.unless(x, torch.Tensor, "matmul takes tensors")
+    UnsupportedDtype.unless(out, Format, "matmul takes a Format as out (fe.BF16)")
     if a_MK.dim() < 1 or b_NK.dim() != 2 or a_MK.shape[-1] != b_NK.shape[1]:
         raise ShapeError(f"matmul: want a [..., K] and b [N, K], got {list(a_MK.shape)} and {list(b_NK.shape)}")
     if out.is_fp8:

@@ -23,15 +23,9 @@ from fp8engine.scaling.table import OUTPUT, ScalingState
 READS = (1, 2)  # 2 where there are slots of outputs
 
 
-def require_module(model: object, caller: str) -> None:
-    """Raise ConversionError, naming the call, unless this is a module."""
-    if not isinstance(model, nn.Module):
-        raise ConversionError(f"{caller} takes an nn.Module, not {type(model).__name__}: pass the model itself")
-
-
 def float8_layers(model: nn.Module, caller: str) -> dict[str, Numerics]:
     """Name -> numerics, of every converted layer; names as before the model was wrapped."""
-    require_module(model, caller)
+    ConversionError.unless(model, nn.Module, f"{caller} takes an nn.Module, the model itself")
     found = {}
     for name, module, _ in linear_layers(model):
         numerics = module.numerics_of(parameter_of(name, module)) if isinstance(module, Float8Module) else None

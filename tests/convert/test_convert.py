@@ -157,6 +157,8 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
     "a head": (nn.ModuleDict({"lm_head": nn.Linear(2, 2)}), {}, "nothing to convert in .*: lm_head: output head"),
     "all skipped": (Net(16), {"skip": lambda *_: True}, r"nothing to .*: blocks\.0\.up: skip\(\) returned True; "),
     "a list for skip": (Net(16), {"skip": ["0"]}, r"skip is a list; it takes a function .*overrides=\{"),
+    "a number in overrides": (Net(16), {"overrides": {0: "bf16"}}, "a glob over layers' names, not int"),
+    "a word for fuse": (Net(16), {"fuse": "no"}, "fuse takes True, False or None, not str"),
     "a list for overrides": (Net(16), {"overrides": [("0", "bf16")]}, "overrides is a list; it takes a dict"),
 }
 

@@ -216,6 +216,7 @@ def test_a_layer_of_no_mlp_may_be_named():
         (lambda: converted(tiny.mixtral()), None, ConversionError, "the weights of several experts"),
         (lambda: fe.GroupedLinear(2, 16, 16, recipe="current"), "*", ConversionError, "experts, and cannot have fe."),
         (net, ["blocks.0.down", "nowhere"], UnknownName, "nowhere"),
+        (net, 3, ConversionError, "names are one glob or several, not int"),
     ],
 )
 def test_refused_by_name(make, names, error: type[Exception], words: str):

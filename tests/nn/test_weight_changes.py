@@ -161,6 +161,8 @@ def test_weights_changed_casts_again(recipe: str, kind: str, told: bool, request
 def test_weights_changed_refuses_a_model_that_is_not_converted():
     with pytest.raises(fe.errors.ConversionError, match=r"Sequential has no converted layers; call fe\.convert first"):
         fe.weights_changed(nn.Sequential(nn.Linear(4, 4)))
+    with pytest.raises(fe.errors.ConversionError, match=r"weights_changed takes an nn\.Module, not int"):
+        fe.weights_changed(3)  # pyright: ignore[reportArgumentType]
 
 
 def test_nothing_holds_the_storage_of_a_weight_that_was_moved_away():

@@ -89,11 +89,16 @@ def test_a_given_scale_is_used_and_what_does_not_fit_saturates(granularity):
         (torch.ones(2, 2).to_sparse(), cast_of(TENSOR), fe.errors.UnsupportedDtype, "torch.sparse_coo"),
         (torch.ones(2, 2), fe.Cast(fe.BF16), fe.errors.UnsupportedDtype, "BF16 has no scale"),
         (torch.tensor(1.0), cast_of(TENSOR), fe.errors.ShapeError, "no dimensions"),
+        ([1, 2], cast_of(TENSOR), fe.errors.UnsupportedDtype, "quantize takes a tensor, not list"),
+        (torch.ones(2, 2), "e4m3", fe.errors.InvalidRecipe, "quantize takes an fe.Cast, not str"),
+        (torch.ones(2, 2), fe.current(), fe.errors.InvalidRecipe, "quantize takes an fe.Cast, not Recipe"),
     ],
 )
 def test_what_quantize_refuses(x, cast, error, why: str):
     with pytest.raises(error, match=why):
         fe.quantize(x, cast)
+    with pytest.raises(fe.errors.UnsupportedDtype, match="a tensor as scale, not float"):
+        fe.quantize(torch.ones(2, 2), cast_of(TENSOR), 0.5)  # pyright: ignore[reportArgumentType]
 
 
 KEEPING = {

@@ -221,6 +221,7 @@ def test_a_bias_beside_codes_has_a_gradient():
         ((4, 8), (8,), fe.BF16, fe.errors.ShapeError, r"got \[4, 8\] and \[8\]"),
         ((4, 8), (2, 3, 8), fe.BF16, fe.errors.ShapeError, r"b \[N, K\]"),
         ((4, 8), (3, 8), fe.E4M3, fe.errors.UnsupportedDtype, "out=E4M3 needs a scale"),
+        ((4, 8), (3, 8), torch.bfloat16, fe.errors.UnsupportedDtype, r"a Format as out \(fe.BF16\), not dtype"),
     ],
 )
 @pytest.mark.parametrize("plain", [True, False])
@@ -230,3 +231,5 @@ def test_what_matmul_refuses(plain: bool, a, b, out, error, why: str):
         x, w = operand(x, fe.PerTensor()), operand(w, fe.PerTensor())
     with pytest.raises(error, match=why):
         fe.matmul(x, w, out=out)
+    with pytest.raises(fe.errors.UnsupportedDtype, match="matmul takes tensors, not NoneType"):
+        fe.matmul(x, None)

@@ -191,7 +191,7 @@ def test_a_model_that_nobody_converted():
 )
 def test_what_is_no_module_is_named(call, request: pytest.FixtureRequest):
     name = request.node.callspec.id
-    with pytest.raises(fe.errors.ConversionError, match=f"^{name} takes an nn.Module, not int: pass the model itself$"):
+    with pytest.raises(fe.errors.ConversionError, match=f"^{name} takes an nn.Module, the model itself, not int$"):
         call(3)
 
 

@@ -36,8 +36,7 @@ def record(model: nn.Module, example_inputs: object) -> Flow:
     >>> flow.layers["0"].consumers, flow.layers["2"].producer
     ((Consumer(kind='activation', name='1'),), (Consumer(kind='activation', name='1'),))
     """
-    if not isinstance(model, nn.Module):
-        raise ConversionError(f"record takes an nn.Module, not {type(model).__name__}")
+    ConversionError.unless(model, nn.Module, "record takes an nn.Module")
     if example_inputs is None:
         raise ConversionError(
             f"record runs {type(model).__name__} once: give example_inputs, a tuple of arguments, a dict of keywords, "
