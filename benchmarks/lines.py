@@ -24,23 +24,23 @@ ENGINE = ("numerics", "ops", "scaling", "autograd", "auto", "nn", "convert")  # 
 GOALS = {"engine": 8_600, "kernels": 2_500, "package": 20_600}  # lines of code
 # By room: lines of code that it may have.
 BUDGET = {
-    "amp": 3_111,
-    "auto": 1_729,
+    "amp": 3_110,
+    "auto": 1_742,
     "autograd": 2_052,
     "bench": 796,
     "cli": 963,
-    "convert": 1_740,
+    "convert": 1_739,
     "demo": 1_016,
-    "distributed": 2_264,
-    "export": 1_334,
+    "distributed": 2_263,
+    "export": 1_340,
     "integrations": 195,
     "kernels": 2_886,
-    "nn": 1_436,
-    "numerics": 610,
-    "ops": 3_108,
-    "report": 2_803,
-    "scaling": 1_339,
-    "top level": 436,
+    "nn": 1_437,
+    "numerics": 612,
+    "ops": 3_117,
+    "report": 2_806,
+    "scaling": 1_344,
+    "top level": 441,
 }
 NO_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 
