@@ -320,7 +320,7 @@ def stores(x):
 def test_clusters_of_ctas_are_refused(card):
     card(90)
     with pytest.raises(UnknownInstruction, match="stores in clusters of 2 CTAs: this card runs none"):
-        stores[(1,)](torch.zeros(32), num_ctas=2)
+        stores[(1,)](torch.zeros(32), num_ctas=2)  # pyright: ignore[reportCallIssue]
     for ctas in ("2", "1, 2", "4, 1, 1"):
         with pytest.raises(UnknownInstruction, match=rf"\.reqnctapercluster {ctas}: this card runs no clusters"):
             read(module("", [], limits=f".reqnctapercluster {ctas}"))
