@@ -44,25 +44,24 @@ def test_what_is_no_shape_is_refused(text: str, error: type[Fp8EngineError], tol
 def test_operands_are_random_contiguous_along_k_and_kept(kind: str):
     operands = Operands(Shape(48, 32, 160), CPU)
     a, b = operands[kind]
-    assert a.data.shape == (48, 160)
-    assert b.data.shape == (32, 160)
+    assert (a.data.shape, b.data.shape) == ((48, 160), (32, 160))
     assert a.data.stride(1) == b.data.stride(1) == 1
     assert operands[kind].a.data is a.data  # nothing is made inside a timed call
-    again, other = Operands(Shape(48, 32, 160), CPU)[kind].a, Operands(Shape(48, 32, 160), CPU, seed=1)[kind].a
-    assert torch.equal(again.data.view(torch.uint8), a.data.view(torch.uint8))
-    assert not torch.equal(other.data.view(torch.uint8), a.data.view(torch.uint8))
+    again, other = (Operands(Shape(48, 32, 160), CPU, seed=seed)[kind].a.data.view(torch.uint8) for seed in (0, 1))
+    assert torch.equal(again, a.data.view(torch.uint8))
+    assert not torch.equal(other, again)
     assert (values(a) != 0).float().mean() > 0.95
 
 
 def test_values_apply_each_block_its_scale():
     a, b = Operands(Shape(4, 300, 200), CPU)["block"]
-    for operand, rows in ((a, 1), (b, 128)):
+    for operand, rows, first in ((a, 1, 2), (b, 128, 0)):
         want = operand.data.double()
         for row in range(want.shape[0]):
             for column in range(want.shape[1]):
                 want[row, column] *= operand.scale[row // rows, column // 128]
         torch.testing.assert_close(values(operand), want, rtol=0, atol=0)
-        torch.testing.assert_close(values(operand, 0 if rows > 1 else 2), want[0 if rows > 1 else 2 :], rtol=0, atol=0)
+        torch.testing.assert_close(values(operand, first), want[first:], rtol=0, atol=0)
     torch.testing.assert_close(values(b, 128, 290), values(b)[128:290], rtol=0, atol=0)
 
 
@@ -71,8 +70,7 @@ def test_the_truth_is_the_product_of_the_quantised_operands(kind: str, monkeypat
     monkeypatch.setattr("fp8engine.bench.cases.CHUNK", 1 << 15)  # several pieces
     assert CHUNK > 1 << 15
     pair = Operands(Shape(300, 400, 130), CPU)[kind]
-    y = values(pair.a) @ values(pair.b).t()
-    truth = Truth.of(pair)
+    y, truth = values(pair.a) @ values(pair.b).t(), Truth.of(pair)
     assert truth.error(y) < 1e-14
     assert ROUNDING / 3 < truth.error(y.bfloat16()) < ROUNDING * 1.5
 
@@ -84,19 +82,17 @@ def product(m: int, n: int, k: int = 64) -> tuple[Truth, torch.Tensor]:
 
 def test_one_tile_of_zeros_between_the_checked_rows_shows():
     truth, y = product(2048, 1024)
-    unchecked = slice(1, 32)
     assert not set(range(1, 32)) & set(truth.rows_R.tolist())
-    y[unchecked, 512:640] = 0
+    y[1:32, 512:640] = 0
     assert truth.error(y) > 0.1
 
 
 def test_what_is_not_finite_or_of_another_shape_is_wrong_without_limit():
+    truth, y = product(256, 32)
+    assert truth.error(y[:, :-1]) == truth.error(y.t()) == math.inf
     for value in (math.nan, math.inf):
-        truth, y = product(256, 32)
         y[1, 5] = value
         assert truth.error(y) == math.inf
-    truth, y = product(64, 32)
-    assert truth.error(y[:, :-1]) == truth.error(y.t()) == math.inf
 
 
 @pytest.mark.parametrize("m", [1, 31, 33, 200])

@@ -14,8 +14,6 @@ from fp8engine.bench import gemm, harness
 from fp8engine.bench.harness import Limits
 from fp8engine.cli import bench
 
-ROOT = Path(fp8engine.__file__).parents[1]
-
 
 @pytest.fixture(autouse=True)
 def no_card(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -25,23 +23,21 @@ def no_card(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(harness, "limits", lambda where, ticks: Limits(1e12, 1e10))
 
 
-def test_json_holds_everything_and_nothing_else_is_printed(tmp_path: Path):
-    out = tmp_path / "gemm.json"
-    printed = told("bench", "gemm", "--shapes", "64,64,64;32,48,64", "--out", out)
-    assert printed == json.loads(out.read_text())
-    assert printed["what"].startswith("CPU: FP8 emulated")
+@pytest.mark.parametrize("command", ["gemm", "linear"])
+def test_json_holds_everything_and_a_person_gets_a_line_for_each_row(command: str, tmp_path: Path):
+    words = ("bench", command, "--shapes", "64,64,64;32,48,64")
+    printed = told(*words, "--out", tmp_path / "found.json")
+    assert printed == json.loads((tmp_path / "found.json").read_text())
     assert {tuple(row["shape"]) for row in printed["rows"]} == {(64, 64, 64), (32, 48, 64)}
-    for row in printed["rows"]:
-        assert row["correct"] is True, row
-        assert row["emulated"] == ("fp8" in row["name"])
-        assert row["seconds"] > 0
-    assert printed["summary"]["triton fp8 tensor fast"]["note"] == "not measured"
-
-
-def test_a_person_gets_a_line_for_each_matmul():
-    text = shown("bench", "gemm", "--shapes", "64,64,64")
-    for part in ("64x64x64", "reference fp8 block (emulated)", "TFLOP/s", "fast: not measured", "10 GB/s"):
-        assert part in text, part
+    assert all(row["correct"] is True and row["seconds"] > 0 for row in printed["rows"]), printed["rows"]
+    text = shown(*words)
+    assert all(row["name"] in text for row in printed["rows"])
+    if command == "gemm":
+        assert printed["what"].startswith("CPU: FP8 emulated")
+        assert all(row["emulated"] == ("fp8" in row["name"]) for row in printed["rows"])
+        assert printed["summary"]["triton fp8 tensor fast"]["note"] == "not measured"
+        for part in ("64x64x64", "reference fp8 block (emulated)", "TFLOP/s", "fast: not measured", "10 GB/s"):
+            assert part in text, part
 
 
 def test_a_line_shows_no_number_for_what_is_wrong(capsys: pytest.CaptureFixture[str]):
@@ -64,6 +60,7 @@ def test_a_line_shows_no_number_for_what_is_wrong(capsys: pytest.CaptureFixture[
     [
         (("gemm", "--shapes", "64,64"), "'64,64' is not M,N,K"),
         (("gemm", "--shapes", "squares"), "did you mean 'square'"),
+        (("linear", "--shapes", "7"), "unknown list of shapes '7'"),
         (("gemm", "--shapes", "8,8,8", "--device", "cuda:77"), "device 'cuda:77' cannot be used"),
         (("gemm", "--shapes", "8,8,8", "--device", "gpu"), "device 'gpu' cannot be used"),
         (("gemm", "--shapes", "8,8,8", "--device", "meta"), "device 'meta' cannot be used: want 'cuda' or 'cpu'"),
@@ -76,13 +73,14 @@ def test_what_it_refuses(arguments: tuple, why: str):
     refused(why, "bench", *arguments)
 
 
-WITHOUT = """
+ROOT = str(Path(fp8engine.__file__).parents[1])
+WITHOUT = f"""
 import sys
 for name in ("rich", "typer", "safetensors", "triton", "pytest"):
     sys.modules[name] = None
 import warnings
 warnings.simplefilter("ignore")
-sys.path.insert(0, {root!r})
+sys.path.insert(0, {ROOT!r})
 from fp8engine.bench import cases, gemm, harness, linear, predict, steps, timing
 import torch
 ticks = harness.Timer(timing.WallClock(), 2)
@@ -94,7 +92,6 @@ print([row["name"] for row in result["rows"] if not row["correct"]] == without, 
 
 
 def test_a_machine_without_rich_typer_and_triton_can_run_it(tmp_path: Path):
-    command = [sys.executable, "-c", WITHOUT.format(root=str(ROOT))]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", WITHOUT], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["True", "7"]

@@ -53,12 +53,12 @@ def test_a_wrong_result_has_an_error_and_no_time_or_ratio(broken):
     called = []
     wrong = Variant("tensor", lambda pair: called.append(0) or broken(pair), peer="ok")
     rows = measured({BASE: PLAIN, "ok": RIGHT, "bad": wrong}, 2)
-    assert rows["bad"]["correct"] is False
-    assert TIMES.isdisjoint(rows["bad"])
-    assert rows["bad"]["error"] is None or rows["bad"]["error"] > rows["bad"]["tolerance"]
+    bad, ok = rows["bad"], rows["ok"]
+    assert (bad["correct"], ok["correct"]) == (False, True)
+    assert TIMES.isdisjoint(bad)
+    assert ok.keys() >= TIMES
+    assert bad["error"] is None or bad["error"] > bad["tolerance"]
     assert len(called) <= matmuls.SETS  # checked, never timed
-    assert rows["ok"]["correct"] is True
-    assert rows["ok"].keys() >= TIMES
 
 
 def test_a_result_that_is_wrong_on_other_operands_is_wrong():
@@ -73,12 +73,10 @@ def test_a_result_that_is_wrong_on_other_operands_is_wrong():
 
 def test_ratios_are_the_others_time_over_ours():
     ways = {BASE: PLAIN, "slow": RIGHT, "ours": dataclasses.replace(RIGHT, peer="slow")}
-    rows = measured(ways, 3)
+    rows, flops = measured(ways, 3), 2 * 96 * 64 * 128
     assert [rows[name]["seconds"] for name in ways] == [1.0, 2.0, 3.0]
-    assert rows["ours"]["over_peer"] == pytest.approx(2 / 3)
-    assert rows["ours"]["over_16_bits"] == pytest.approx(1 / 3)
-    assert rows["ours"]["tflops"] == pytest.approx(2 * 96 * 64 * 128 / 3 / 1e12)
-    assert rows["ours"]["of_16_bit_rate"] == pytest.approx(2 * 96 * 64 * 128 / 3 / 1e9)
+    wanted = {"over_peer": 2 / 3, "over_16_bits": 1 / 3, "tflops": flops / 3 / 1e12, "of_16_bit_rate": flops / 3 / 1e9}
+    assert {name: rows["ours"][name] for name in wanted} == pytest.approx(wanted)
     assert rows["slow"]["over_peer"] is None
 
 
@@ -92,11 +90,10 @@ def test_what_is_wrong_or_cannot_run_gives_no_ratio_and_the_rest_goes_on():
         "ours": dataclasses.replace(RIGHT, peer="torch"),
     }
     rows = measured(ways, 1)
-    assert rows["none"]["correct"] is None
-    assert rows["none"]["why"] == "LookupError: matmul_block has no configuration for sm_89"
-    assert TIMES.isdisjoint(rows["none"])
-    assert (rows["ours"]["correct"], rows["ours"]["seconds"]) == (True, 1.0)
-    assert rows["ours"]["over_peer"] is rows["ours"]["over_16_bits"] is None
+    none, ours = rows["none"], rows["ours"]
+    assert (none["correct"], none["why"]) == (None, "LookupError: matmul_block has no configuration for sm_89")
+    assert TIMES.isdisjoint(none)
+    assert (ours["correct"], ours["seconds"], ours["over_peer"], ours["over_16_bits"]) == (True, 1.0, None, None)
     del ways["ours"]  # nothing is timed where nothing is right
     assert matmuls.measured(SHAPE, CPU, ways, Timer(Ticks(1), 3), LIMITS)[0]["correct"] is False
 
@@ -127,14 +124,12 @@ def test_the_summary_is_a_geometric_mean_and_the_least_and_none_where_a_shape_is
     llm = row(by_rows, 4.0) | {"shape": list(LLM[0])}  # the targets are for these
     found = summary([*rows, row(by_rows, 1.0), llm, row(promoted, 2.0), row(promoted, None, correct=False)])
     tensor, of_rows, wrong = (found[name] for name in (fast, by_rows, promoted))
-    assert tensor["geometric_mean"] == pytest.approx(1.0)
+    means = [tensor["geometric_mean"], of_rows["geometric_mean"], of_rows["llm"]["geometric_mean"]]
+    assert means == pytest.approx([1.0, 2.0, 4.0])
     assert (tensor["minimum"], tensor["shapes"], tensor["note"]) == (0.5, 3, None)
     assert tensor["llm"]["note"] == "not measured"
-    assert of_rows["geometric_mean"] == pytest.approx(2.0)
-    assert of_rows["llm"]["geometric_mean"] == pytest.approx(4.0)
     assert (of_rows["shapes"], of_rows["llm"]["shapes"]) == (2, 1)
-    assert wrong["geometric_mean"] is wrong["minimum"] is None
-    assert wrong["note"] == "wrong at 1 of 2 shapes"
+    assert (wrong["geometric_mean"], wrong["minimum"], wrong["note"]) == (None, None, "wrong at 1 of 2 shapes")
     assert found["best_tflops"] == {"name": fast, "shape": [1, 2, 3], "tflops": 9.0}
     found = summary([row("torch 16 bits", None), row("triton fp8 row fast", None, correct=None)])  # without a card
     assert found.pop("best_tflops") is None
@@ -142,21 +137,25 @@ def test_the_summary_is_a_geometric_mean_and_the_least_and_none_where_a_shape_is
 
 
 def test_a_line_has_numbers_only_for_what_is_right():
-    rows = measured({BASE: PLAIN, "bad": Variant("tensor", lost_tile)}, 1)
-    assert "1.00x torch 16 bits" in line(rows[BASE])
-    assert "96x64x128" in line(rows[BASE])
-    assert "WRONG, error " in line(rows["bad"])
-    assert "WRONG: not finite" in line(rows["bad"] | {"error": None, "why": "not finite"})
-    assert "cannot run: why [here]" in line(rows["bad"] | {"correct": None, "why": "why [here]"})
+    right, bad = measured({BASE: PLAIN, "bad": Variant("tensor", lost_tile)}, 1).values()
+    assert "1.00x torch 16 bits" in line(right)
+    assert "96x64x128" in line(right)
+    assert "WRONG, error " in line(bad)
+    assert "WRONG: not finite" in line(bad | {"error": None, "why": "not finite"})
+    assert "cannot run: why [here]" in line(bad | {"correct": None, "why": "why [here]"})
 
 
-@pytest.mark.parametrize("capability", [V100, A100])
-def test_cards_without_fp8_have_their_16_bit_rows_and_emulation(capability):
-    found = variants("cuda", capability, triton=True)
-    assert found[BASE].kind == ("fp16" if capability == V100 else "bf16")
-    assert ("triton 16 bits" in found) == (capability == A100)
-    fp8 = {name: way.emulated for name, way in found.items() if "fp8" in name}
-    assert fp8 == {f"reference fp8 {kind}": True for kind in ("tensor", "row", "block")}
+def test_cards_without_fp8_have_16_bit_rows_and_emulation_and_a_cpu_never_counts_the_interpreter():
+    for capability, kind in ((V100, "fp16"), (A100, "bf16")):
+        found = variants("cuda", capability, triton=True)
+        assert found[BASE].kind == kind
+        assert ("triton 16 bits" in found) == (capability == A100)
+        fp8 = {name: way.emulated for name, way in found.items() if "fp8" in name}
+        assert fp8 == {f"reference fp8 {kind}": True for kind in ("tensor", "row", "block")}
+    found = variants("cpu", (0, 0), triton=True)
+    assert not any(name.startswith("triton") for name in found)
+    assert all(way.emulated for name, way in found.items() if "fp8" in name)
+    assert found["reference fp8 row"].peer == "torch fp8 row"
 
 
 @pytest.mark.parametrize("triton", [True, False])
@@ -168,13 +167,6 @@ def test_cards_with_fp8_have_torchs_rows_and_ours_where_there_is_triton(capabili
     assert [name for name in found if name.startswith("triton fp8")] == (OURS if triton else [])
     blocks = {name for name in found if name.startswith("torch fp8 block")}
     assert blocks == ({"torch fp8 block", "torch fp8 block by block"} if capability == H100 else set())
-
-
-def test_a_cpu_never_counts_the_interpreter():
-    found = variants("cpu", (0, 0), triton=True)
-    assert not any(name.startswith("triton") for name in found)
-    assert all(way.emulated for name, way in found.items() if "fp8" in name)
-    assert found["reference fp8 row"].peer == "torch fp8 row"
 
 
 def test_a_cards_rows_are_what_they_are_called(monkeypatch: pytest.MonkeyPatch):
@@ -189,8 +181,9 @@ def test_a_cards_rows_are_what_they_are_called(monkeypatch: pytest.MonkeyPatch):
         called.append(("fp16", a_MK.dtype, epilogue.out))
         return a_MK @ b_NK.t()
 
-    ours = SimpleNamespace(matmul_fp8=fp8, matmul_fp16=fp16)
-    monkeypatch.setitem(sys.modules, "fp8engine.kernels.matmul", ours)
+    monkeypatch.setitem(
+        sys.modules, "fp8engine.kernels.matmul", SimpleNamespace(matmul_fp8=fp8, matmul_fp16=fp16)
+    )
     monkeypatch.setattr(scaled_mm, "matmul", lambda a, b, fast: reference.matmul_fp8(a, b))
     ways = variants("cuda", H100, triton=True)
     rows = measured(ways, len(ways))
@@ -236,9 +229,12 @@ def test_a_result_says_what_it_is(where, capability, triton: bool, told: str, mo
 
 
 def test_the_machine_is_named(monkeypatch: pytest.MonkeyPatch):
+    assert harness._output("no-such-program-here") is None
+    assert harness._output(sys.executable, "-c", "raise SystemExit(1)") is None
+    assert harness._output(sys.executable, "-c", "print('570.1'); print('570.1')") == "570.1"
+    assert harness.version("no-such-package") is None
     found = machine(CPU)
-    assert found["torch"] == torch.__version__
-    assert found["card"] is found["driver"] is found["capability"] is None
+    assert [found[key] for key in ("torch", "card", "driver", "capability")] == [torch.__version__, None, None, None]
     assert found["cpu"]
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda where: "NVIDIA H100")
     monkeypatch.setattr(device, "capability", lambda where: H100)
@@ -246,13 +242,6 @@ def test_the_machine_is_named(monkeypatch: pytest.MonkeyPatch):
     found = machine(CARD)
     told = [found[key] for key in ("card", "capability", "driver", "commit")]
     assert told == ["NVIDIA H100", "sm_90", "nvidia-smi", "git"]
-    assert harness.version("no-such-package") is None
-
-
-def test_a_program_that_is_not_there_says_nothing():
-    assert harness._output("no-such-program-here") is None
-    assert harness._output(sys.executable, "-c", "raise SystemExit(1)") is None
-    assert harness._output(sys.executable, "-c", "print('570.1'); print('570.1')") == "570.1"
 
 
 def test_the_warp_specialised_kernel_is_held_against_triton_and_torch():

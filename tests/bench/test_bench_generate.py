@@ -37,17 +37,14 @@ def test_each_token_is_the_most_likely_after_those_before():
     assert torch.equal(generate.write(net, prompt, 4), text[:, 5:])
 
 
-def test_every_variant_is_right_and_timed():
+def test_a_right_variant_is_timed_and_a_wrong_one_is_not():
     rows = generate.generate([CASE], CPU, timer=Timer(WallClock(), 2))["rows"]
-    assert [row["correct"] for row in rows] == [True] * 6
-    assert [row["name"] for row in rows] == list(generate.variants())
+    assert [(row["name"], row["correct"]) for row in rows] == [(name, True) for name in generate.variants()]
     by_name = {row["name"]: row for row in rows}
     assert by_name["served current"]["weights"] < 0.75 * by_name["bf16"]["weights"]  # all but the head in a byte
     assert all(row["tokens_per_s"] == pytest.approx(2 * 4 / row["seconds"]) for row in rows)
     assert "x bf16" in line(rows[1])
 
-
-def test_a_wrong_variant_has_no_time():
     def broken(net: Any) -> nn.Module:
         with torch.no_grad():
             net.blocks[0].mlp.down_proj.weight.mul_(-1)
@@ -71,5 +68,4 @@ def test_every_way_to_multiply_experts_is_right_or_says_why():
             assert row["correct"], name
             assert "x bf16" in line(row)
     for case in experts.CASES:
-        assert (sum(case.sizes()), len(case.sizes())) == (case.rows, case.experts)
-        assert min(case.sizes()) >= 0
+        assert (sum(case.sizes()), len(case.sizes()), min(case.sizes()) >= 0) == (case.rows, case.experts, True)

@@ -5,6 +5,7 @@ import re
 import tempfile
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,7 +16,6 @@ from benchmarks.mutants.trials import WAYS, Copy, Suite
 
 MUTANTS = mutants()
 KILLED, SURVIVED = {"test": "tests/a.py::test", "seconds": 1}, {"test": "", "seconds": 1}
-CASES = {"Both": (), "Equal": ("same bits",), "Missed": (None, "not modelled")}
 HOST = {"cast_transpose", "constant", "encoded", "launch", "limits", "tuning"}  # without a kernel
 # Kinds that a family has no place for.
 ABSENT = {
@@ -30,17 +30,17 @@ ABSENT = {
 }
 
 
-@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: f"{mutant.file}: {mutant.wrong}")
-def test_the_old_text_occurs_once_and_the_new_one_differs(mutant):
-    text = (ROOT / mutant.file).read_text()
-    if mutant.kernel:
-        assert f"def {mutant.kernel}(" in text
-        assert re.compile(mutant.old)
-    else:
-        assert text.count(mutant.old) == 1
-    assert mutant.new != mutant.old
-    assert mutant.wrong.endswith(".")
-    assert not (mutant.equal and mutant.missed)
+def test_the_old_text_occurs_once_and_the_new_one_differs():
+    texts = {file: (ROOT / file).read_text() for file in {mutant.file for mutant in MUTANTS}}
+    for mutant in MUTANTS:
+        if mutant.kernel:
+            assert f"def {mutant.kernel}(" in texts[mutant.file], mutant
+            assert re.compile(mutant.old)
+        else:
+            assert texts[mutant.file].count(mutant.old) == 1, mutant
+        assert mutant.new != mutant.old, mutant
+        assert mutant.wrong.endswith("."), mutant
+        assert not (mutant.equal and mutant.missed), mutant
 
 
 def test_every_file_of_kernels_has_mutants_and_every_kind_is_planted_in_every_family_that_has_a_place_for_it():
@@ -62,8 +62,9 @@ def test_the_committed_result_is_of_these_mutants_and_none_survived_without_a_re
 
 
 def test_a_cell_of_the_table_counts_the_bugs_of_one_kind_in_one_family():
-    file = "kernels/split_k.py"
-    both, equal, missed = (Mutant(file, "mask", f"{word}.", "a", "b", *why) for word, why in CASES.items())
+    cases = {"Both": (), "Equal": ("same bits",), "Missed": (None, "not modelled")}
+    place = ("kernels/split_k.py", "mask")
+    both, equal, missed = (Mutant(*place, f"{word}.", "a", "b", *why) for word, why in cases.items())
     none = {"interpreter": SURVIVED, "emulated": None}
     found = {both: {"interpreter": KILLED, "emulated": KILLED}, equal: none, missed: none}
     lines = table(found).split("\n")
@@ -79,17 +80,14 @@ def test_a_fork_reads_a_file_again_and_ends_what_takes_too_long():
     mutant = next(each for each in MUTANTS if each.file == "kernels/column_sums.py" and each.kind == "mask")
     card = "tests/emulated/test_emulated_memory.py::test_sums_of_columns_stay_within_their_bound[(3, 7)]"
     code = ["_column_sums_kernel", r"bar\.sync\s+0;", "// no barrier"]
-    bug = "fp8engine.kernels.column_sums"
     with tempfile.TemporaryDirectory() as folder:
         copy = Copy(Path(folder), "emulated")
-        process = copy._collect(Suite((card,), "sums"))
-        assert process.stdin is not None
-        assert process.stdout is not None
+        process: Any = copy._collect(Suite((card,), "sums"))
         process.stdin.write(f"{json.dumps([None, code, 300.0])}\n")
         process.stdin.flush()
         edited = json.loads(process.stdout.readline())
         mutant.plant(copy.root)
-        asked = [[bug, None, 300.0], [None, None, 0.01]]
+        asked = [["fp8engine.kernels.column_sums", None, 300.0], [None, None, 0.01]]
         told, _ = process.communicate("".join(f"{json.dumps(each)}\n" for each in asked))
     wrong, late = (json.loads(line) for line in told.splitlines())
     assert wrong[0].endswith(card.removeprefix("tests/"))
@@ -99,13 +97,12 @@ def test_a_fork_reads_a_file_again_and_ends_what_takes_too_long():
 
 
 def test_a_mutant_is_planted_and_a_text_that_is_not_there_is_named(tmp_path):
-    (tmp_path / "kernel.py").write_text("a < b\n")
-    assert Mutant("kernel.py", "mask", "Off by one.", "<", "<=").plant(tmp_path) == "a < b\n"
-    assert (tmp_path / "kernel.py").read_text() == "a <= b\n"
+    file, kernel = Mutant("kernel.py", "mask", "Off by one.", "<", "<="), tmp_path / "kernel.py"
+    kernel.write_text("a < b\n")
+    assert file.plant(tmp_path) == "a < b\n"
+    assert kernel.read_text() == file._replace(kernel="_kernel").plant(tmp_path) == "a <= b\n"
     with pytest.raises(ValueError, match=r"kernel\.py has 0 times, not once: '>'"):
-        Mutant("kernel.py", "mask", "Off by one.", ">", ">=").plant(tmp_path)
-    machine = Mutant("kernel.py", "mask", "Off by one.", ">", ">=", kernel="_kernel")
-    assert machine.plant(tmp_path) == (tmp_path / "kernel.py").read_text()
+        file._replace(old=">", new=">=").plant(tmp_path)
 
 
 def test_a_block_that_is_no_mutant_is_shown(tmp_path):

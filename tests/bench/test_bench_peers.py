@@ -1,6 +1,7 @@
 """What is measured beside our kernels, without a card and with a fake: Inductor's casts, graphs, the host's time."""
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -16,45 +17,27 @@ CPU = torch.device("cpu")
 TIMER = Timer(WallClock(), 2)
 
 
-class FakeCard:
-    """The part of torch.cuda that host_us uses; keeps the order of calls.  done: whether the card was done first."""
-
-    def __init__(self, done: bool):
-        self.done, self.calls = done, []
-
-    def Event(self):
-        return SimpleNamespace(record=lambda: self.calls.append("record"), query=self.query)
-
-    def query(self) -> bool:
-        self.calls.append("query")
-        return self.done
-
-    def _sleep(self, cycles: int) -> None:
-        self.calls.append("sleep")
-
-    def synchronize(self, where) -> None:
-        self.calls.append("synchronize")
-
-
 @pytest.mark.parametrize("done", [False, True])
 def test_the_host_is_timed_while_the_card_is_busy(done: bool):
-    """Nothing else can tell the host's time from the card's."""
-    card = FakeCard(done)
-    x = SimpleNamespace(device=torch.device("cuda", 0))
-    found = linear.host_us(lambda x: card.calls.append("forward"), x, card)  # pyright: ignore[reportArgumentType]
-    assert card.calls == [
-        "synchronize", "sleep", "record", *["forward"] * linear.HOST_CALLS, "query", "synchronize",
-    ]  # fmt: skip
+    """Nothing else can tell the host's time from the card's.  done: whether the card was done first."""
+    calls = []
+    event = SimpleNamespace(record=lambda: calls.append("record"), query=lambda: (calls.append("query"), done)[1])
+    card: Any = SimpleNamespace(
+        Event=lambda: event,
+        _sleep=lambda cycles: calls.append("sleep"),
+        synchronize=lambda where: calls.append("wait"),
+    )
+    x: Any = SimpleNamespace(device=torch.device("cuda", 0))
+    found = linear.host_us(lambda x: calls.append("forward"), x, card)
+    assert calls == ["wait", "sleep", "record", *["forward"] * linear.HOST_CALLS, "query", "wait"]
     assert (found is None) == done
 
 
 @pytest.mark.parametrize("recipe", [None, "current", "blockwise"])
 def test_without_a_card_the_host_is_timed_and_there_is_no_graph(recipe: str | None):
     eager, graph = peers.graphs(Graph(Shape(8, 16, 32), recipe), CPU, TIMER)
-    assert eager["correct"]
-    assert eager["host_us"] > 0
-    assert graph["correct"] is None
-    assert "seconds" not in graph
+    assert (eager["correct"], eager["host_us"] > 0) == (True, True)
+    assert (graph["correct"], "seconds" in graph) == (None, False)
     assert "host" in line(eager)
     assert "8x16x32 cannot run: " in " ".join(line(graph).split())
 
@@ -62,13 +45,11 @@ def test_without_a_card_the_host_is_timed_and_there_is_no_graph(recipe: str | No
 @pytest.mark.parametrize("wrong", [False, True])
 def test_a_graph_is_timed_where_it_computes_what_eager_code_does(monkeypatch: pytest.MonkeyPatch, wrong: bool):
     def capture(step, where):
-        written = [part.clone() * (-1 if wrong else 1) for part in step(0)]
-        return SimpleNamespace(replay=lambda: None), tuple(written)
+        return SimpleNamespace(replay=lambda: None), tuple(part.clone() * (-1 if wrong else 1) for part in step(0))
 
     monkeypatch.setattr(graphs, "captured", capture)
     _, graph = peers.graphs(Graph(Shape(8, 16, 32), "current"), CPU, TIMER)
-    assert graph["correct"] is not wrong
-    assert ("over_eager" in graph) is not wrong
+    assert graph["correct"] is ("over_eager" in graph) is not wrong
 
 
 CASTS = {

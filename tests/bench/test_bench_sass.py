@@ -100,36 +100,32 @@ def test_clocks_add_up_where_a_barrier_holds_all_warps_at_the_same_place():
     assert (loop.length, tensor) == (65, 256.0)  # two of 64x128x32, of two warpgroups
     # 63 instructions of 8 warps on 4 schedulers take 126 clocks in which the Tensor Core does nothing.
     assert loop.ceiling(tensor, warps=8) == 256 / (256 + 126)
-    alone = pass_of(FIRST, LAST, DRAINED, *SCALED)  # no barrier: one warpgroup multiplies while the other scales
-    assert alone.ceiling(tensor, warps=8) == 1.0
-    assert pass_of(FIRST, LAST, DRAINED, *SCALED * 3).ceiling(tensor, warps=8) == 256 / 368  # 184 instructions to issue
-    assert pass_of(FIRST, LAST, ONE_LEFT, BARRIER, *SCALED).ceiling(tensor, warps=8) == 1.0
+    for rest, ceiling in (
+        ((DRAINED, *SCALED), 1.0),  # no barrier: one warpgroup multiplies while the other scales
+        ((DRAINED, *SCALED * 3), 256 / 368),  # 184 instructions to issue
+        ((ONE_LEFT, BARRIER, *SCALED), 1.0),
+    ):
+        assert pass_of(FIRST, LAST, *rest).ceiling(tensor, warps=8) == ceiling
+
+
+WIDE = "HGMMA.64x128x16.F32.BF16 R24, gdesc[UR4], R24"
 
 
 @pytest.mark.parametrize(
-    ("product", "warps", "each"),
+    ("products", "warps", "clocks"),
     [
-        ("QGMMA.64x256x32.F32.E4M3.E4M3 R24, gdesc[UR4], R24", 8, 2 * 64 * 256 * 32 / 4096),  # of a warpgroup
-        ("HGMMA.64x128x16.F32.BF16 R24, gdesc[UR4], R24", 4, 64 * 128 * 16 / 2048),
-        (WARPS_WAIT, 8, 8 * 16 * 8 * 32 / 4096),  # of a warp
-        ("HMMA.16816.F32.BF16 R8, R4, R6, R8", 4, 4 * 16 * 8 * 16 / 2048),
-        ("UTCQMMA gdesc[UR4], gdesc[UR6], tmem[UR8]", 4, 0),  # whose size no suffix says
-        ("FFMA R8, R4, R6, R8", 4, 0),
+        (["QGMMA.64x256x32.F32.E4M3.E4M3 R24, gdesc[UR4], R24"] * 2, 8, 2 * 2 * 64 * 256 * 32 / 4096),  # of a warpgroup
+        ([WIDE] * 2, 4, 2 * 64 * 128 * 16 / 2048),
+        ([WARPS_WAIT] * 2, 8, 2 * 8 * 16 * 8 * 32 / 4096),  # of a warp
+        (["HMMA.16816.F32.BF16 R8, R4, R6, R8"] * 2, 4, 2 * 4 * 16 * 8 * 16 / 2048),
+        (["UTCQMMA gdesc[UR4], gdesc[UR6], tmem[UR8]"] * 2, 4, 0),  # whose size no suffix says
+        (["FFMA R8, R4, R6, R8"] * 2, 4, 0),
+        # Attention's, which add up: FP8 at 4096 multiply-adds a clock, 16 bits at 2048.
+        (["QGMMA.64x64x32.F32.E4M3.E4M3 R24, gdesc[UR4], R24", WIDE, WIDE], 8, 2 * (64 * 64 * 32 / 4096 + 2 * 64)),
     ],
 )
-def test_clocks_of_the_products_of_a_pass(product, warps, each):
-    assert pass_of(product, product).tensor_cycles(warps, 4096, 2048) == 2 * each
-
-
-def test_products_of_several_shapes_each_take_their_clocks():
-    """Attention's, which add up: FP8 at 4096 multiply-adds a clock, 16 bits at 2048."""
-    loop = pass_of(
-        "QGMMA.64x64x32.F32.E4M3.E4M3 R24, gdesc[UR4], R24",
-        "HGMMA.64x128x16.F32.BF16 R24, gdesc[UR4], R24",
-        "HGMMA.64x128x16.F32.BF16 R24, gdesc[UR4], R24, gsb0",
-    )
-    assert loop.of_shape == {"QGMMA.64x64x32": 1, "HGMMA.64x128x16": 2}
-    assert loop.tensor_cycles(8, 4096, 2048) == 2 * (64 * 64 * 32 / 4096 + 2 * 64 * 128 * 16 / 2048)
+def test_clocks_of_the_products_of_a_pass(products, warps, clocks):
+    assert pass_of(*products).tensor_cycles(warps, 4096, 2048) == clocks
 
 
 def test_bytes_of_a_pass_are_those_that_16_byte_loads_bring():

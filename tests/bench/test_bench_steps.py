@@ -37,24 +37,20 @@ def test_every_variant_of_a_block_is_right_and_has_its_ratio():
     assert len(set(kept)) == 5
 
 
-@pytest.mark.parametrize("name", ["llama", "bert", "vit"])
-def test_models_run(name: str):
-    names = ("bf16", "fp8engine current", "layer current")
-    ways = {key: way for key, way in networks.variants(CPU, False).items() if key in names}
-    rows = measured(ways, networks.case(name, SMALL, 16, 8))
-    assert all(row["correct"] for row in rows.values()), rows
-    assert rows["fp8engine current"]["sqnr"][0] < rows["bf16"]["sqnr"][0], "FP8 was really used"
+CASES = [networks.case(name, SMALL, 16, 8) for name in ("llama", "bert", "vit")]
 
 
-@pytest.mark.parametrize("case", models.cases(CPU), ids=str)
-def test_the_models_of_transformers_run(case: steps.Case):
-    """Those of `fp8engine bench model`; their layers are what torch.compile takes one by one."""
-    ways = {"bf16": steps.Variant(steps.bf16), "fp8engine current": steps.Variant(steps.converted("current"))}
+@pytest.mark.parametrize("case", CASES + models.cases(CPU), ids=str)
+def test_models_and_those_of_transformers_run(case: steps.Case):
+    """The latter are of `fp8engine bench model`; their layers are what torch.compile takes one by one."""
+    ways = {name: way for name, way in networks.variants(CPU, False).items() if name in ("bf16", "fp8engine current")}
+    if case in CASES:
+        ways["layer current"] = networks.variants(CPU, False)["layer current"]
+    else:
+        made: Any = case.make()
+        assert (len(made.blocks), case.about["tokens"]) == (models.SIZES["cpu"][4], 128)
     rows = measured(ways, case)
     assert all(row["correct"] for row in rows.values()), rows
-    made: Any = case.make()
-    assert len(made.blocks) == models.SIZES["cpu"][4]
-    assert rows["bf16"]["tokens"] == 128
     assert rows["fp8engine current"]["sqnr"][0] < rows["bf16"]["sqnr"][0], "FP8 was really used"
 
 
@@ -74,35 +70,27 @@ def test_a_replayed_step_is_checked_like_any_other_and_saves_nothing_anew(monkey
     """A fake graph: what was written when it was captured stays."""
     monkeypatch.setattr(graphs, "captured", lambda step, where: (SimpleNamespace(replay=lambda: None), step(0)))
     rows = measured({"bf16": steps.Variant(steps.bf16), "replayed": steps.Variant(steps.bf16, graphs.whole)})
-    assert rows["replayed"]["correct"] is True
-    assert rows["replayed"]["sqnr"] == rows["bf16"]["sqnr"]
-    assert rows["bf16"]["activations"] > 0
-    assert "activations" not in rows["replayed"]
-    assert "saved" not in line(rows["replayed"])
+    replayed, eager = rows["replayed"], rows["bf16"]
+    assert (replayed["correct"], replayed["sqnr"]) == (True, eager["sqnr"])
+    assert ("activations" in replayed, "saved" in line(replayed), eager["activations"] > 0) == (False, False, True)
 
 
 def test_a_step_begins_without_the_gradients_of_the_one_before():
     layer, x = nn.Linear(4, 2), torch.ones(3, 4, requires_grad=True)
     _, step = steps.eager(layer, [(x, torch.ones(3, 2)), (2 * torch.ones(3, 4), torch.ones(3, 2))])
     assert torch.equal(step(0), layer(x))
-    step(1)
-    assert layer.weight.grad is not None
-    assert layer.weight.grad.tolist() == [[6.0] * 4] * 2
-    step(2)
-    assert layer.weight.grad.tolist() == [[3.0] * 4] * 2
+    for turn, gradient in ((1, 6.0), (2, 3.0)):
+        step(turn)
+        assert layer.weight.grad is not None
+        assert layer.weight.grad.tolist() == [[gradient] * 4] * 2
     assert x.grad is not None
     assert torch.equal(x.grad, torch.ones(3, 2) @ layer.weight)
 
 
-class Halved(nn.Module):
+def halved(network: nn.Module) -> nn.Module:
     """The right gradient's direction, and half the output."""
-
-    def __init__(self, network: nn.Module):
-        super().__init__()
-        self.network = network
-
-    def forward(self, x):
-        return self.network(x) / 2
+    network.register_forward_hook(lambda module, inputs, y: y / 2)
+    return network
 
 
 def shifted(network: Any) -> nn.Module:
@@ -112,25 +100,18 @@ def shifted(network: Any) -> nn.Module:
 
 
 def test_a_wrong_variant_has_no_time():
-    makes = {"bf16": steps.bf16, "halved": Halved, "shifted": shifted}
-    rows = measured({name: steps.Variant(make) for name, make in makes.items()})
-    assert [row["correct"] for row in rows.values()] == [True, False, False]
-    assert [name for name, row in rows.items() if "seconds" in row] == ["bf16"]
+    rows = measured({make.__name__: steps.Variant(make) for make in (steps.bf16, halved, shifted)})
+    assert {name: (row["correct"], "seconds" in row) for name, row in rows.items()} == {
+        "bf16": (True, True), "halved": (False, False), "shifted": (False, False),
+    }  # fmt: skip
     assert "WRONG" in line(rows["halved"])
 
 
 def test_bytes_saved_are_counted_once_and_without_parameters():
-    class Twice(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.weight = nn.Parameter(torch.randn(8, 8))
-
-        def forward(self, x):
-            return (x @ self.weight) * (x @ self.weight) + x.exp()
-
-    network, x = Twice(), torch.randn(4, 8, requires_grad=True)
+    network, x = nn.Linear(8, 8, bias=False), torch.randn(4, 8, requires_grad=True)
+    saved = steps.saved_bytes(network, lambda: network(x) * network(x) + x.exp())
     # x for two products (one storage), both products, exp's result: four of 4 x 8 FP32.
-    assert steps.saved_bytes(network, lambda: network(x)) == 4 * 4 * 8 * 4
+    assert saved == 4 * 4 * 8 * 4
 
 
 def test_the_plain_block_is_llamas():

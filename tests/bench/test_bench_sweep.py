@@ -42,11 +42,10 @@ def test_the_best_mean_of_a_class_comes_first_and_the_committed_one_has_its_leas
         rows += [row(LARGE, 2.0, None, kind), row(LARGE, fast, FAST, kind), row(LARGE, ours, committed, kind)]
     rows.append(row(LARGE, 0.1, Config(64, 64, 128)))  # it ran under one kind of scales alone
     found = sweep.classes(rows)
-    ((group, configs),) = found.items()
-    assert group == ("matmul_fp8", "large")
+    (configs,) = found.values()
     assert [(one.config, one.ratios) for one in configs] == [(FAST, [2.0, 1.0]), (committed, [0.5, 1.25])]
     assert configs[0].predicted == [1.0, 0.5]
-    assert sweep.rows(found)[group] == committed._replace(ratio=0.5)._asdict()
+    assert sweep.rows(found)["matmul_fp8", "large"] == committed._replace(ratio=0.5)._asdict()
 
 
 def test_a_mean_above_cublaslt_that_is_not_so_everywhere_is_left_to_the_cards_trials():
@@ -59,12 +58,12 @@ def test_a_mean_above_cublaslt_that_is_not_so_everywhere_is_left_to_the_cards_tr
 
 def test_the_committed_table_is_that_of_the_committed_sweep(monkeypatch, tmp_path: Path, capsys):
     """`python -m benchmarks.sweep FILE --write` changes nothing: each row comes from that file."""
-    copy = tmp_path / "tuning.json"
-    copy.write_text(tuning.TABLE.read_text())
+    old, copy = tuning.TABLE.read_text(), tmp_path / "tuning.json"
+    copy.write_text(old)
     monkeypatch.setattr(tuning, "TABLE", copy)
     monkeypatch.setattr(sys, "argv", ["sweep", str(FILE), "--write"])
     sweep.main()
-    assert tuning_table.difference(Path(tuning.__file__).with_name("tuning.json").read_text(), copy.read_text()) == ""
+    assert tuning_table.difference(old, copy.read_text()) == ""
     said = capsys.readouterr().out
     assert "matmul_fp8 large: 13 matmuls" in said
     assert "128x256x128 g8 w8 s3 p2 tma flat (committed)" in said

@@ -4,25 +4,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from ticks import Ticks
 
 from fp8engine.bench import timing
 from fp8engine.bench.harness import Limits, half, limits
 from fp8engine.bench.timing import CudaClock, Timing, WallClock, measure
 from fp8engine.ops import device
-
-
-class Scripted:
-    """A clock that tells what it was told to, in order."""
-
-    def __init__(self, seconds):
-        self.script, self.count = list(seconds), 0
-
-    def time(self, call):
-        call()
-        self.count += 1
-
-    def seconds(self):
-        return self.script[: self.count]
 
 
 class Card:
@@ -37,10 +24,9 @@ class Card:
     def Event(self, enable_timing):
         assert enable_timing
         self.made += 1
-        name = "start" if self.made % 2 else "end"
-        at = self.made
+        name, at = "start" if self.made % 2 else "end", self.made
         return SimpleNamespace(
-            record=lambda: self.log.append(name), at=at, elapsed_time=lambda end, at=at: 1000.0 * (end.at - at)
+            record=lambda: self.log.append(name), at=at, elapsed_time=lambda end: 1000.0 * (end.at - at)
         )
 
     def _sleep(self, cycles):
@@ -53,14 +39,13 @@ class Card:
 def test_variants_take_turns_and_each_gets_its_own_times_without_the_warm_up():
     seen = []
     calls = {name: lambda turn, name=name: seen.append((name, turn)) for name in "ab"}
-    found = measure(calls, Scripted([99, 99, 1, 10, 2, 20]), turns=2, warmup=1)
+    found = measure(calls, Ticks(6), turns=2, warmup=1)
     assert seen == [("a", 0), ("b", 0), ("a", 1), ("b", 1), ("a", 2), ("b", 2)]
-    assert (found["a"].samples, found["b"].samples) == ((1, 2), (10, 20))
+    assert (found["a"].samples, found["b"].samples) == ((3, 5), (4, 6))
 
 
 def test_median_and_quartile_spread():
-    found = Timing((1.0, 2.0, 3.0, 4.0, 100.0))
-    assert found.median == 3.0  # one slow turn does not move it
+    assert Timing((1.0, 2.0, 3.0, 4.0, 100.0)).median == 3.0  # one slow turn does not move it
     assert Timing((1.0, 2.0, 3.0)).spread == pytest.approx(1.0)  # quartiles 1 and 3 around 2
     assert Timing((2.0,)).spread == 0.0
 
@@ -85,16 +70,15 @@ def test_the_cache_is_emptied_before_each_timed_call_and_outside_its_time(monkey
 def test_events_are_read_in_seconds_and_only_once():
     clock = CudaClock(torch.device("cpu"), Card(l2=0))
     assert clock._buffer.nbytes >= timing.SMALLEST_FLUSH  # a card that reports no L2 is flushed all the same
-    clock.time(lambda: None)
-    clock.time(lambda: None)
+    for _ in range(2):
+        clock.time(lambda: None)
     assert clock.seconds() == [1.0, 1.0]  # each pair of this card's events is 1000 ms apart
     assert clock.seconds() == []
 
 
 def test_limits_count_two_operations_a_product_and_a_copy_twice():
-    """On a clock on which the matmul takes 2 s and the copy 4 s."""
-    found = limits(torch.device("cpu"), Scripted([2.0, 4.0] * 100), side=16, copied=1000)
-    assert found == Limits(2 * 16**3 / 2.0, 2 * 1000 / 4.0)
+    """On a clock on which the matmul takes 1 s and the copy 2 s."""
+    assert limits(torch.device("cpu"), Ticks(2), side=16, copied=1000) == Limits(2 * 16**3 / 1.0, 2 * 1000 / 2.0)
 
 
 def test_a_v100_is_measured_in_fp16(monkeypatch: pytest.MonkeyPatch):

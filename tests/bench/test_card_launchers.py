@@ -39,22 +39,18 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def driver(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a driver's library that has every function which Triton's C code names."""
     folder = tmp_path_factory.mktemp("driver")
-    text = Path(nvidia.__path__[0], "driver.c").read_text()
-    names = set(re.findall(r"\bcu[A-Z]\w+(?=\()", text))
-    (folder / "it.c").write_text("".join(f"int {name}(void) {{ return 100; }}\n" for name in names))
+    names = set(re.findall(r"\bcu[A-Z]\w+(?=\()", Path(nvidia.__path__[0], "driver.c").read_text()))
+    code = "".join(f"int {name}(void) {{ return 100; }}\n" for name in names)
     made = ["-o", str(folder / launchers.LIBRARY), f"-Wl,-soname,{launchers.LIBRARY}"]
-    subprocess.run(["gcc", "-shared", "-fPIC", "-fno-builtin", "-w", str(folder / "it.c"), *made], check=True)
+    command = ["gcc", "-shared", "-fPIC", "-fno-builtin", "-w", "-x", "c", "-", *made]
+    subprocess.run(command, input=code, text=True, check=True)
     return folder
 
 
 def loaded(cache: Path, driver: Path, tmp_path: Path, compiler: str) -> subprocess.CompletedProcess[str]:
     """A process that asks Triton for its launcher, with a cache of Triton's that is empty."""
-    environment = os.environ | {
-        "CC": compiler,
-        "LD_LIBRARY_PATH": str(driver),
-        "TRITON_LIBCUDA_PATH": str(driver),
-        "TRITON_CACHE_DIR": str(tmp_path / "triton"),
-    }
+    paths = {"TRITON_LIBCUDA_PATH": str(driver), "TRITON_CACHE_DIR": str(tmp_path / "triton")}
+    environment = os.environ | {"CC": compiler, "LD_LIBRARY_PATH": str(driver), **paths}
     return subprocess.run([sys.executable, "-c", LOAD, str(cache)], capture_output=True, text=True, env=environment)
 
 

@@ -21,10 +21,10 @@ def group(tmp_path: Path, seconds: float = 60.0) -> measure.Group:
     return measure.Group(CPU, Sink(tmp_path / "gpu.jsonl", "g"), time.perf_counter() + seconds)
 
 
-def written(tmp_path: Path) -> list[Record]:
+def written(tmp_path: Path, kind: str = "") -> list[Record]:
     found, broken = records.read(tmp_path / "gpu.jsonl")
     assert broken == 0
-    return found
+    return [one for one in found if kind in one["kind"]]
 
 
 def out_of_memory() -> None:
@@ -38,22 +38,18 @@ def lost() -> None:
 def test_a_check_that_fails_or_raises_does_not_hide_the_others(tmp_path: Path):
     every = {"fine": lambda: None, "wrong": lambda: "3 of 9", "memory": out_of_memory, "last": lambda: None}
     group(tmp_path).checks([*every.items()])
-    found = written(tmp_path)
-    assert [one["what"] for one in found if one["kind"] == "begin"] == list(every)
-    wrong = [one["wrong"] for one in found if one["kind"] == "check"]
+    assert [one["what"] for one in written(tmp_path, "begin")] == list(every)
+    wrong = [one["wrong"] for one in written(tmp_path, "check")]
     assert wrong == [None, "3 of 9", "OutOfMemoryError: CUDA out of memory. Tried to allocate 80 GiB", None]
 
 
-def test_a_lost_context_ends_the_group(tmp_path: Path):
+def test_a_lost_context_ends_the_group_and_what_there_is_no_time_for_is_said(tmp_path: Path):
     """Whatever came after it would fail too, in this process."""
+    group(tmp_path, -1.0).checks([("late", lambda: None)] * 3)
     with pytest.raises(RuntimeError, match="illegal memory access"):
         group(tmp_path).checks([("lost", lost), ("last", lambda: None)])
-    assert [one["what"] for one in written(tmp_path) if one["kind"] == "begin"] == ["lost"]
-
-
-def test_what_there_is_no_time_for_is_said(tmp_path: Path):
-    group(tmp_path, -1.0).checks([("late", lambda: None)] * 3)
-    assert [note["text"] for note in written(tmp_path)] == ["no time for 3 of 3: late ..."]
+    assert [one["text"] for one in written(tmp_path, "note")] == ["no time for 3 of 3: late ..."]
+    assert [one["what"] for one in written(tmp_path, "begin")] == ["lost"]
 
 
 @pytest.fixture
@@ -80,16 +76,15 @@ def test_a_group_says_which_kernels_it_had_even_where_it_fails(card, monkeypatch
         child.work(first, tmp_path / "gpu.jsonl", tmp_path, 60.0)
     found = written(tmp_path)
     assert [one["kind"] for one in found] == ["begin", "machine", "note", "kernels"]
-    assert found[1]["card"] == "pretended"
-    assert found[2]["text"] == "cuda:0"
-    assert (found[3]["pack"], found[3]["cache"], found[3]["compiled"]) == (0, 0, 0)
+    assert (found[1]["card"], found[2]["text"]) == ("pretended", "cuda:0")
+    assert [found[3][name] for name in ("pack", "cache", "compiled")] == [0, 0, 0]
 
 
 def test_whichever_group_comes_first_writes_down_the_machine(card, monkeypatch, tmp_path: Path):
     for name in ("smoke", "gemm"):  # `--groups smoke,gemm`
         monkeypatch.setitem(measure.WORK, name, lambda of: None)
         child.work(name, tmp_path / "gpu.jsonl", tmp_path, 60.0)
-    assert [one["group"] for one in written(tmp_path) if one["kind"] == "machine"] == ["smoke"]
+    assert [one["group"] for one in written(tmp_path, "machine")] == ["smoke"]
 
 
 def test_what_the_trials_say_is_a_note(monkeypatch, tmp_path: Path):
@@ -101,9 +96,8 @@ def test_what_the_trials_say_is_a_note(monkeypatch, tmp_path: Path):
     monkeypatch.setitem(measure.linear.SHAPES, "cuda", measure.linear.SHAPES["cpu"][:1])
     measure.run_tuned(group(tmp_path))
     logging.getLogger("fp8engine").warning("not a trial's")
-    found = written(tmp_path)
-    assert [one["text"] for one in found if one["kind"] == "note"] == ["measured 3 of 4"]
-    assert [one["bench"] for one in found if one["kind"] == "row"] == ["tuned"]
+    assert [one["text"] for one in written(tmp_path, "note")] == ["measured 3 of 4"]
+    assert [one["bench"] for one in written(tmp_path, "row")] == ["tuned"]
 
 
 def test_a_group_has_its_time_less_a_margin(card, monkeypatch, tmp_path: Path):
@@ -133,13 +127,12 @@ def test_torchao_comes_from_a_carried_wheel_or_is_said_to_be_missing(torchao: Pa
     assert "no torchao: put a folder that holds it on PYTHONPATH" in (measure.without_torchao(torchao) or "")
     (torchao / measure.WHEELS).mkdir()
     with zipfile.ZipFile(torchao / measure.WHEELS / "torchao-0.18.0-py3-none-any.whl", "w") as wheel:
-        wheel.writestr("torchao/__init__.py", "")
-        wheel.writestr("torchao/float8/__init__.py", "")
+        for name in ("torchao/__init__.py", "torchao/float8/__init__.py"):
+            wheel.writestr(name, "")
     assert measure.without_torchao(torchao) is None
 
 
 def test_a_torchao_that_does_not_import_is_no_peer(torchao: Path):
     (torchao / "torchao" / "float8").mkdir(parents=True)
-    (torchao / "torchao" / "__init__.py").write_text("")
     (torchao / "torchao" / "float8" / "__init__.py").write_text("raise ImportError('needs another torch')")
     assert measure.without_torchao(torchao) == "torchao cannot be imported: ImportError: needs another torch"

@@ -40,33 +40,18 @@ THIRD = ("LDG.E.128 R12, desc[UR4][R2.64]", "LDG.E.128 R16, desc[UR4][R2.64]")
 
 def test_a_pass_is_the_shortest_of_the_ways_that_move_the_most():
     """Two arms: one loads, casts and stores in 3 + 2 instructions; the other measures, and is shorter."""
-    text = sass_of(
-        "LDG.E R30, desc[UR4][R2.64]",  # before the loop
-        ".L_x_1:",
-        LOAD,
-        "@P0 BRA `(.L_x_2)",
-        "FADD R4, R5, R6",
-        "@P1 BRA `(.L_x_4)",
-        "CALL.REL.NOINC `(slow)",  # jumped over on the shorter way
-        ".L_x_4:",
-        STORE,
-        "BRA `(.L_x_3)",
-        ".L_x_2:",
-        "FADD R20, R5, R6",
-        ".L_x_3:",
-        "@P0 BRA `(.L_x_1)",
-        "EXIT",
-    )
+    before, slow = "LDG.E R30, desc[UR4][R2.64]", "CALL.REL.NOINC `(slow)"  # jumped over on the shorter way
+    first = (LOAD, "@P0 BRA `(.L_x_2)", "FADD R4, R5, R6", "@P1 BRA `(.L_x_4)", slow, ".L_x_4:", STORE)
+    other = ("BRA `(.L_x_3)", ".L_x_2:", "FADD R20, R5, R6", ".L_x_3:", "@P0 BRA `(.L_x_1)", "EXIT")
+    text = sass_of(before, ".L_x_1:", *first, *other)
     # LDG, BRA, FADD, BRA, STG, BRA, BRA: neither the slow path nor the other arm.
     assert traffic.of(text) == traffic.Traffic(loaded=16, stored=16, instructions=7, in_flight=16)
 
 
 def test_a_shorter_way_that_is_laid_behind_a_longer_one_counts():
-    long, short = ("FADD R20, R5, R6",) * 3, ("FADD R20, R5, R6",)
-    text = sass_of(
-        LOAD, "@P1 BRA `(.L_x_1)", *long, "BRA `(.L_x_2)", ".L_x_1:", *short, ".L_x_2:", STORE, "EXIT"
-    )  # fmt: skip
-    assert traffic.of(text).instructions == 5  # LDG, BRA, FADD, STG, EXIT
+    add = "FADD R20, R5, R6"
+    ways = ("@P1 BRA `(.L_x_1)", add, add, add, "BRA `(.L_x_2)", ".L_x_1:", add, ".L_x_2:")
+    assert traffic.of(sass_of(LOAD, *ways, STORE, "EXIT")).instructions == 5  # LDG, BRA, FADD, STG, EXIT
 
 
 def test_loops_after_each_other_that_load_the_same_are_one_pass():
@@ -157,10 +142,9 @@ def test_two_programs_fill_each_others_gaps_until_the_issue_slots_are_full():
     name = "attention 128 full sm_90"
     gaps = {"ceiling": 30, "tensor_cycles": 256.0, "busy_cycles": 300.0}
     for resident, share in ((1, 0.30), (2, 0.60), (3, 256 / 300)):
-        found = of(name, **gaps, resident=resident)
-        assert found.issue == pytest.approx(share)
-    found = of(name, **gaps, shared=1000, in_flight=0, resident=1)
-    assert found.loads == 1000 / (KERNELS[name]["bytes_per_clock"] * LATENCY)
+        assert of(name, **gaps, resident=resident).issue == pytest.approx(share)
+    loads = of(name, **gaps, shared=1000, in_flight=0, resident=1).loads
+    assert loads == 1000 / (KERNELS[name]["bytes_per_clock"] * LATENCY)
 
 
 def test_cards_but_hopper_have_issue_slots_alone_and_rows_of_before_nothing():
@@ -179,9 +163,7 @@ def test_every_hopper_kernel_of_the_baseline_has_its_three_ceilings(capsys, monk
     assert header.split()[-6:] == ["of", "issue", "L2", "loads", "least", "limit"]
     printed = {line[: max(map(len, KERNELS))].strip() for line in lines if "sm_90" in line}
     assert printed == {name for name in KERNELS if "sm_90" in name}
-    for name in printed:
-        found = of(name, H200)
-        assert 0 < found.least <= 1
+    assert all(0 < of(name, H200).least <= 1 for name in printed)
 
 
 TRAFFIC = judge.Row(
@@ -201,20 +183,18 @@ TRAFFIC = judge.Row(
     ],
 )
 def test_less_on_its_way_or_more_instructions_are_losses(change, words):
-    before = judge.baseline_of([TRAFFIC])["k"]
-    assert judge.losses(dataclasses.replace(TRAFFIC, **change), before) == words
-    old = {field: value for field, value in before.items() if field in ("programs", "loop", "ceiling", "shape")}
-    assert judge.losses(dataclasses.replace(TRAFFIC, **change), old | {"accesses": ()}) == []  # a baseline of before
+    before, now = judge.baseline_of([TRAFFIC])["k"], dataclasses.replace(TRAFFIC, **change)
+    assert judge.losses(now, before) == words
+    old = {field: before[field] for field in ("programs", "loop", "ceiling", "shape")}
+    assert judge.losses(now, old | {"accesses": ()}) == []  # a baseline of before
 
 
 def test_attention_with_a_lower_ceiling_is_a_loss():
     name = "attention 128 full sm_90"
     (row,) = judge.compile_case(CASES[name])
     assert judge.losses(row, KERNELS[name]) == []
-    lower = dataclasses.replace(row, ceiling=row.ceiling - 1)
-    assert judge.losses(lower, KERNELS[name]) == [
-        f"at most {row.ceiling - 1} % of the Tensor Core's rate, was {row.ceiling} %"
-    ]
+    (told,) = judge.losses(dataclasses.replace(row, ceiling=row.ceiling - 1), KERNELS[name])
+    assert told == f"at most {row.ceiling - 1} % of the Tensor Core's rate, was {row.ceiling} %"
 
 
 def test_a_launch_says_how_many_programs_it_starts():
