@@ -58,8 +58,6 @@ def alone(model: str, variant: str, epochs: int = 2, weight: float = 1.0) -> dic
     return amp.train(Cell("single", model, variant, 0, epochs=epochs, weight=weight), Part(CPU))
 
 
-
-
 @pytest.mark.slow
 def test_the_faint_model_learns_with_a_scaler_only():
     state = torch.random.get_rng_state()

@@ -35,9 +35,7 @@ def test_the_default_kernel_is_hopper_code():
 @pytest.mark.parametrize("flatten", [True, False])
 def test_a_flattened_loop_loads_the_next_tile_before_it_stores_one(flatten: bool):
     with offline.caught(90) as caught:
-        MATMUL.matmul_fp8(
-            OPERAND, OPERAND, launches.Epilogue(), False, Config(64, 128, 128, warps=4, flatten=flatten)
-        )
+        MATMUL.matmul_fp8(OPERAND, OPERAND, launches.Epilogue(), False, Config(64, 128, 128, warps=4, flatten=flatten))
     loop = sass.main_loop(caught[0].compile().sass)
     assert (loop.products, loop.ahead) == (4, flatten)
     assert loop.length < 110  # a pass without the epilogue

@@ -181,9 +181,7 @@ def test_a_cards_rows_are_what_they_are_called(monkeypatch: pytest.MonkeyPatch):
         called.append(("fp16", a_MK.dtype, epilogue.out))
         return a_MK @ b_NK.t()
 
-    monkeypatch.setitem(
-        sys.modules, "fp8engine.kernels.matmul", SimpleNamespace(matmul_fp8=fp8, matmul_fp16=fp16)
-    )
+    monkeypatch.setitem(sys.modules, "fp8engine.kernels.matmul", SimpleNamespace(matmul_fp8=fp8, matmul_fp16=fp16))
     monkeypatch.setattr(scaled_mm, "matmul", lambda a, b, fast: reference.matmul_fp8(a, b))
     ways = variants("cuda", H100, triton=True)
     rows = measured(ways, len(ways))

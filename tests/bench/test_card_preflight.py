@@ -190,7 +190,7 @@ def test_everything_is_named_at_once(machine: Machine):
     machine.disk(0)
     for name in ("an old Python", "no driver", "a compiler that is not there"):
         LACKS[name][0](machine)
-    assert [*preflight.lacks(machine.places)] == "python driver torch triton compiler disk memory".split()
+    assert [*preflight.lacks(machine.places)] == ["python", "driver", "torch", "triton", "compiler", "disk", "memory"]
 
 
 def test_the_script_names_it_before_anything_runs(tmp_path: Path):

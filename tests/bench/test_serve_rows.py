@@ -18,11 +18,10 @@ NAMES = [f"layers.0.{name}_proj" for name in ("q", "k", "v", "o", "gate", "up")]
 def sent_and_held() -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """Codes and scales per row as iter_fp8 sends them, and as vLLM holds them: fused, [K, N]."""
     torch.manual_seed(0)
-    sent: dict[str, torch.Tensor] = {"norm.weight": torch.ones(4).bfloat16()}
+    held = {"norm.weight": torch.ones(4).bfloat16()}
+    sent = dict(held)
     for name in NAMES:
-        sent[f"{name}.weight"] = torch.randn(8, 16).to(torch.float8_e4m3fn)
-        sent[f"{name}.weight_scale"] = torch.rand(8, 1)
-    held = {"norm.weight": sent["norm.weight"]}
+        sent |= {f"{name}.weight": torch.randn(8, 16).to(torch.float8_e4m3fn), f"{name}.weight_scale": torch.rand(8, 1)}
     for fused, parts in {"qkv_proj": NAMES[:3], "o_proj": NAMES[3:4], "gate_up_proj": NAMES[4:]}.items():
         codes = torch.cat([sent[f"{part}.weight"].view(torch.uint8) for part in parts])
         held[f"layers.0.{fused}.weight"] = codes.t().contiguous().view(torch.float8_e4m3fn)
@@ -32,8 +31,7 @@ def sent_and_held() -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
 
 def test_the_verdict_is_that_of_every_target():
     met, none, missed = row("a", 0.05, "<= 0.1", True), row("b", 1.0, "", None), row("c", 0.123456, "<= 0.1", False)
-    assert exit_code([met, none]) == 0
-    assert exit_code([met, missed, none]) == 1
+    assert (exit_code([met, none]), exit_code([met, missed, none])) == (0, 1)
     assert line(missed) == "MISSED  c: 0.1235  <= 0.1"
     assert line(none).split() == ["b:", "1"]
     assert row("d", 38, "38", True, log=["x"])["log"] == ["x"]
@@ -41,12 +39,10 @@ def test_the_verdict_is_that_of_every_target():
 
 def test_gaps_of_log_probabilities():
     ours = torch.tensor([[0.5, 0.25], [0.125, 1.0]]).log()
-    found = gap(ours, ours - torch.tensor([[0.0, 0.0], [math.log(2.0), 0.0]]))
-    assert found["mean"] == pytest.approx(math.log(2.0) / 4)
-    assert found["largest"] == pytest.approx(math.log(2.0))
-    assert found["p99"] == pytest.approx(0.97 * math.log(2.0)), "between the third and the fourth of four"
-    assert found["probability"] == pytest.approx((0.125 - 0.0625) / 4)
-    assert found["ratio"] == pytest.approx(1.25)
+    step = math.log(2.0)
+    # p99: between the third and the fourth of four
+    wanted = {"mean": step / 4, "p99": 0.97 * step, "largest": step, "probability": 0.0625 / 4, "ratio": 1.25}
+    assert gap(ours, ours - torch.tensor([[0.0, 0.0], [step, 0.0]])) == pytest.approx(wanted)
     assert gap(ours, ours) == {"mean": 0.0, "p99": 0.0, "largest": 0.0, "probability": 0.0, "ratio": 1.0}
 
 
