@@ -37,6 +37,7 @@ CASES = [(method, order) for method in METHODS for order in ORDERS if (method, o
 # A product of two E4M3 operands has a relative error of 10^(-28.5 / 20) = 0.038 (DESIGN 9); two layers in a row make
 # 0.053, and 32 columns are few to average over: twice that.
 NOISE = 0.11
+X = torch.linspace(-1, 1, 8 * 32).view(8, 32)
 
 
 @pytest.fixture(autouse=True)
@@ -58,10 +59,6 @@ def adapted(method: str, order: str = "") -> Any:
     return (converted(model) if order == "adapters first" else model).eval()
 
 
-def x() -> torch.Tensor:
-    return torch.linspace(-1, 1, 8 * 32).view(8, 32)
-
-
 def weights(model: Any) -> list[torch.Tensor]:
     """Copies of the weights and biases that the layers under the adapters have now."""
     parts = (model.base_model.model.first, model.base_model.model.second)
@@ -78,27 +75,27 @@ def test_merging_computes_what_the_merged_weight_converted_afresh_computes(metho
     model, plain = adapted(method, order), adapted(method)
     before = weights(model)
     with torch.no_grad():
-        apart = model(x())
-        assert away(apart, plain(x())) < NOISE
+        apart = model(X)
+        assert away(apart, plain(X)) < NOISE
         with model.disable_adapter():
-            assert torch.equal(model(x()), converted(base())(x())), "the base alone"
+            assert torch.equal(model(X), converted(base())(X)), "the base alone"
         for each in (model, plain):
             each.merge_adapter()
         assert same(weights(model), weights(plain)), "peft's arithmetic is not touched"
-        merged = model(x())
+        merged = model(X)
         unloaded = copy.deepcopy(plain).merge_and_unload()
-        assert torch.equal(merged, converted(copy.deepcopy(unloaded))(x())), "cast again, once"
+        assert torch.equal(merged, converted(copy.deepcopy(unloaded))(X)), "cast again, once"
         # Apart, base and adapter were rounded by themselves; merged, their sum is: two noises of this size.
         assert away(merged, apart) < 2 * NOISE
-        assert away(merged, unloaded(x())) < NOISE
+        assert away(merged, unloaded(X)) < NOISE
         for each in (model, plain):
             each.unmerge_adapter()
         assert same(weights(model), weights(plain))
         # peft adds and takes away in FP32: a weight may come back an ulp off, and then round to the neighbouring code,
         # 2^-3 of it; fewer than one weight in 1,000 lies that near to a boundary: 2^-3 * sqrt(1e-3) = 0.004.
-        assert away(model(x()), apart) <= (0.0 if same(weights(model), before) else 0.004)
-        want = converted(plain.merge_and_unload())(x())
-        assert torch.equal(model.merge_and_unload()(x()), want), "merged a second time"
+        assert away(model(X), apart) <= (0.0 if same(weights(model), before) else 0.004)
+        want = converted(plain.merge_and_unload())(X)
+        assert torch.equal(model.merge_and_unload()(X), want), "merged a second time"
 
 
 def test_after_a_merge_on_a_card_the_model_is_told(monkeypatch: pytest.MonkeyPatch):
@@ -106,21 +103,21 @@ def test_after_a_merge_on_a_card_the_model_is_told(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr("fp8engine.autograd.weight.fingerprint", lambda weight, whole: [])
     model = adapted("lora", "convert first")
     with torch.no_grad():
-        model(x())
+        model(X)
         model.merge_adapter()
         fe.weights_changed(model)
-        merged = model(x())
-        assert torch.equal(merged, converted(adapted("lora").merge_and_unload())(x()))
+        merged = model(X)
+        assert torch.equal(merged, converted(adapted("lora").merge_and_unload())(X))
         model.unmerge_adapter()
         fe.weights_changed(model)
-        assert not torch.equal(model(x()), merged)
+        assert not torch.equal(model(X), merged)
 
 
 @pytest.mark.parametrize(("method", "order"), CASES)
 def test_adapters_get_the_gradients_of_the_plain_model_within_the_noise(method: str, order: str):
     gradients = []
     for model in (adapted(method, order), adapted(method)):
-        model(x()).square().sum().backward()
+        model(X).square().sum().backward()
         gradients.append(torch.cat([p.grad.flatten() for p in model.parameters() if p.requires_grad]))
     # Forward's noise is in y, which is backward's input; a gradient in E5M2 has half the bits: 0.076 a product.
     assert 0 < away(*gradients) < NOISE + 2 * 0.076
@@ -136,21 +133,20 @@ def test_an_adapter_that_reads_the_weight_and_calls_no_layer_is_warned_of():
     torch.manual_seed(2)
     model: Any = peft.get_peft_model(converted(base()), peft.HRAConfig(init_weights=False, **BOTH))
     with pytest.warns(fe.errors.BypassWarning, match=r"2 converted layer\(s\) did not run in FP8: first, second\. "):
-        model(x())
+        model(X)
     model.merge_adapter()
-    model(x())
+    model(X)
     assert fe.inspect(model).totals["never_ran"] == 0
 
 
 def test_a_whole_layer_that_an_adapter_trains_is_what_the_original_is():
     """modules_to_save puts a copy beside the layer, which is in FP8 where the layer would be; a head stays a head."""
-    found = []
+    found, config = [], peft.LoraConfig(target_modules=["q_proj"], modules_to_save=["down_proj", "lm_head"])
     for order in ORDERS:
         torch.manual_seed(1)
         model = converted(llama(), "rowwise") if order == "convert first" else llama()
-        saved = ["down_proj", "lm_head"]
         torch.manual_seed(2)
-        model = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"], modules_to_save=saved))
+        model = peft.get_peft_model(model, config)
         model = model if order == "convert first" else converted(model, "rowwise")
         model(input_ids=tokens(4)).logits.square().sum().backward()
         rows = {row["name"]: row for row in fe.inspect(model).layers if "modules_to_save" in row["name"]}

@@ -8,13 +8,7 @@ import accelerate
 import pytest
 import tiny_models as tiny
 import torch
-from accelerate.hooks import (
-    AlignDevicesHook,
-    ModelHook,
-    SequentialHook,
-    add_hook_to_module,
-    remove_hook_from_submodules,
-)
+from accelerate import hooks
 from support import Net, converted, same
 from torch import nn
 
@@ -39,8 +33,9 @@ def dispatched(model: nn.Module, where: str, folder: Path) -> nn.Module:
     if where == "part on disk":
         return accelerate.dispatch_model(model, {"blocks.0": "cpu", "blocks.1": "disk"}, offload_dir=folder)
     if where == "cpu":
-        return accelerate.cpu_offload(model, execution_device=CPU)
-    accelerate.disk_offload(model, folder, execution_device=CPU)
+        accelerate.cpu_offload(model, execution_device=CPU)
+    else:
+        accelerate.disk_offload(model, folder, execution_device=CPU)
     return model
 
 
@@ -83,12 +78,12 @@ def test_it_computes_what_the_converted_model_computes(recipe: str, where: str, 
 def test_hooks_can_be_removed_afterwards_and_fp8_stays(tmp_path: Path):
     want = output(converted(net()))
     model = converted(dispatched(net(), "cpu", tmp_path))
-    remove_hook_from_submodules(model)
+    hooks.remove_hook_from_submodules(model)
     assert not any("_hf_hook" in vars(m) or "_old_forward" in vars(m) for m in model.modules())
     assert all(p.device.type == "cpu" for p in model.parameters()), "Accelerate has put the weights back"
     assert same(output(model), want)
     plain = accelerate.cpu_offload(net(), execution_device=CPU)
-    remove_hook_from_submodules(plain)  # leaves the plain forward on every layer
+    hooks.remove_hook_from_submodules(plain)  # leaves the plain forward on every layer
     assert all("forward" in vars(m) for m in plain.modules() if isinstance(m, nn.Linear))
     assert same(output(converted(plain)), want)
 
@@ -102,7 +97,7 @@ def test_a_copy_runs_its_own_layers():
     assert same(output(twin), output(converted(net())))
 
 
-class Double(ModelHook):
+class Double(hooks.ModelHook):
     """A hook that has nothing to do with devices, of somebody's own."""
 
     def post_forward(self, module, output):
@@ -111,7 +106,7 @@ class Double(ModelHook):
 
 def test_hooks_of_other_kinds_stay_too():
     model: Any = net()
-    add_hook_to_module(model.blocks[1].down, SequentialHook(Double(), Double()))
+    hooks.add_hook_to_module(model.blocks[1].down, hooks.SequentialHook(Double(), Double()))
     x, seen = torch.randn(4, 16), []
     for each in (net(), model):
         converted(each).get_submodule("blocks.1.down").register_forward_hook(lambda m, args, y: seen.append(y))
@@ -124,9 +119,9 @@ def test_a_forward_that_cannot_be_replaced_is_left_with_the_reason():
     layer: Any = model.get_submodule("blocks.0.up")
     before = layer.forward
     layer.forward = lambda x: before(x) + 1
-    rows = {row["name"]: row for row in fe.inspect(converted(copy.deepcopy(model))).layers}
+    row = fe.inspect(converted(copy.deepcopy(model))).layers[0]
     why = "its forward is replaced on the instance, and does not say what it replaces"
-    assert (rows["blocks.0.up"]["reason"], rows["blocks.0.up"]["recipe"]) == (why, "none")
+    assert (row["name"], row["reason"], row["recipe"]) == ("blocks.0.up", why, "none")
     with pytest.raises(fe.errors.StrictError, match=rf"blocks\.0\.up \({why}"):
         fe.convert(model, strict=True)
 
@@ -167,7 +162,7 @@ def test_layers_are_where_accelerate_will_move_their_weights():
     layer: Any = nn.Linear(4, 4, device="meta")
     assert device_of(layer) == torch.device("meta")
     for where in ("cuda:1", torch.device("cuda:1")):
-        layer._hf_hook = SequentialHook(ModelHook(), AlignDevicesHook(execution_device=where))
+        layer._hf_hook = hooks.SequentialHook(hooks.ModelHook(), hooks.AlignDevicesHook(execution_device=where))
         assert device_of(layer) == torch.device("cuda:1")
 
 

@@ -2,6 +2,7 @@
 layers without a weight yet, lists with None in them, inputs without a dimension, towers that no batch has called."""
 
 import copy
+from collections import OrderedDict
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +12,7 @@ import tiny_models as tiny
 import torch
 import transformers as hf
 from reading_models import Keys, Model
-from support import converted
+from support import converted, same
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
@@ -19,24 +20,22 @@ import fp8engine as fe
 from fp8engine.convert.select import decide
 
 
-class Single(nn.Module):
+def linear(features: int = 16) -> nn.Linear:
+    return nn.Linear(16, features)
+
+
+def parts(**modules: nn.Module) -> nn.ModuleDict:
+    return nn.ModuleDict(modules)
+
+
+def single() -> nn.Module:
     """Flux's single block: attention and MLP side by side, both read by `proj_out`."""
-
-    def __init__(self, width: int = 16):
-        super().__init__()
-        self.to_qkv = nn.Linear(width, width)
-        self.proj_mlp = nn.Linear(width, 4 * width)
-        self.proj_out = nn.Linear(5 * width, width)
+    return parts(to_qkv=linear(), proj_mlp=linear(64), proj_out=nn.Linear(80, 16))
 
 
-class Flux(nn.Module):
+def flux(blocks: nn.Module) -> nn.Module:
     """Single blocks between two projections; the model's last layer has the name that each block's last layer has."""
-
-    def __init__(self, blocks: nn.Module, width: int = 16):
-        super().__init__()
-        self.x_embedder = nn.Linear(8, width)
-        self.single_transformer_blocks = blocks
-        self.proj_out = nn.Linear(width, 8)
+    return parts(x_embedder=nn.Linear(8, 16), single_transformer_blocks=blocks, proj_out=linear(8))
 
 
 class Tied(nn.Module):
@@ -51,27 +50,12 @@ class Tied(nn.Module):
         return self.classifier
 
 
-def linear(features: int = 16) -> nn.Linear:
-    return nn.Linear(16, features)
-
-
-def parts(**modules: nn.Module) -> nn.ModuleDict:
-    return nn.ModuleDict(modules)
-
-
 def twice(make: Callable[[], nn.Module]) -> nn.ModuleList:
     return nn.ModuleList(make() for _ in range(2))
 
 
-def named(*names: str) -> nn.Sequential:
-    model = nn.Sequential()
-    for name in names:
-        model.add_module(name, linear())
-    return model
-
-
 def stage(depth: int) -> nn.Module:
-    return parts(attentions=nn.ModuleList(Single() for _ in range(depth)), score=linear(4))
+    return parts(attentions=nn.ModuleList(single() for _ in range(depth)), score=linear(4))
 
 
 def exits(**config: int) -> nn.Module:
@@ -91,14 +75,11 @@ def encoder(labels: int) -> nn.Module:
 
 
 HEADS: dict[str, tuple[Callable[[], nn.Module], set[str]]] = {
-    "a list of one block": (lambda: Flux(nn.ModuleList([Single()])), {"proj_out"}),
-    "a list of three blocks": (lambda: Flux(nn.ModuleList(Single() for _ in range(3))), {"proj_out"}),
-    "a sequence of blocks": (lambda: Flux(nn.Sequential(Single(), Single())), {"proj_out"}),
-    "a sequence of other parts": (lambda: nn.Sequential(linear(), Single()), {"1.proj_out"}),
-    "blocks within blocks": (
-        lambda: parts(down_blocks=nn.ModuleList([stage(1), stage(2)]), head=linear(4)),
-        {"head"},
-    ),
+    "a list of one block": (lambda: flux(nn.ModuleList([single()])), {"proj_out"}),
+    "a list of three blocks": (lambda: flux(nn.ModuleList(single() for _ in range(3))), {"proj_out"}),
+    "a sequence of blocks": (lambda: flux(nn.Sequential(single(), single())), {"proj_out"}),
+    "a sequence of other parts": (lambda: nn.Sequential(linear(), single()), {"1.proj_out"}),
+    "blocks within blocks": (lambda: parts(down=nn.ModuleList([stage(1), stage(2)]), head=linear(4)), {"head"}),
     "in a block that repeats, by more than its name": (
         lambda: twice(Tied),
         {f"{i}.{name}" for i in (0, 1) for name in ("lm_head", "classifier")},
@@ -106,7 +87,7 @@ HEADS: dict[str, tuple[Callable[[], nn.Module], set[str]]] = {
     "in a block that repeats, by its name": (exits, set()),
     "there as wide as the vocabulary": (lambda: exits(vocab_size=40), {"exits.0.lm_head", "exits.1.lm_head"}),
     "VGG's classifier": (lambda: parts(classifier=nn.Sequential(linear(), nn.ReLU(), linear())), {"classifier.2"}),
-    "a head in a Sequential": (lambda: named("body", "head"), {"head"}),
+    "a head in a Sequential": (lambda: nn.Sequential(OrderedDict(body=linear(), head=linear())), {"head"}),
     "a head of two blocks": (
         lambda: parts(head=nn.Sequential(*(nn.Sequential(linear(), nn.ReLU()) for _ in range(2)))),
         {"head.1.0"},
@@ -160,9 +141,7 @@ def test_a_gate_is_a_router_beside_experts_alone():
 def test_gpt2_conv1d_is_the_linear_of_its_transposed_weight():
     conv, linear = Conv1D(24, 16), nn.Linear(16, 24)
     nn.init.normal_(conv.bias)
-    with torch.no_grad():
-        linear.weight.copy_(conv.weight.t())
-        linear.bias.copy_(conv.bias)
+    linear.load_state_dict({"weight": conv.weight.t(), "bias": conv.bias})
     found, x = [], torch.randn(2, 5, 16)
     for layer in (conv, linear):
         leaf = x.clone().requires_grad_()
@@ -170,9 +149,8 @@ def test_gpt2_conv1d_is_the_linear_of_its_transposed_weight():
         y.square().sum().backward()
         found.append([y, leaf.grad, layer.bias.grad, layer.weight.grad])
     found[0][3] = found[0][3].t()
-    assert all(torch.equal(p, q) for p, q in zip(*found, strict=True))
-    assert isinstance(conv, Conv1D)
-    assert conv.weight.shape == (16, 24)
+    assert same(*found)
+    assert (isinstance(conv, Conv1D), conv.weight.shape) == (True, (16, 24))
     assert repr(conv) == "Conv1D(nf=24, nx=16, recipe=rowwise (E4M3xE4M3, grad E4M3))"
 
 
@@ -188,21 +166,19 @@ def test_torchscript_is_refused_by_name(part: bool):
 
 
 def test_a_layer_without_a_weight_yet_says_when_it_gets_one():
-    model = nn.Sequential(nn.LazyLinear(16), nn.Linear(16, 8))
-    converted(model, "current")
+    model = converted(nn.Sequential(nn.LazyLinear(16), nn.Linear(16, 8)))
     reason = fe.inspect(model).layers[0]["reason"]
     assert reason == "its weight is made by its first forward: run the model once before fe.convert"
     model(torch.randn(2, 4))
-    converted(model, "current")  # the remedy
+    converted(model)  # the remedy
     assert [row["recipe"] for row in fe.inspect(model).layers] == ["current", "current"]
 
 
 def test_an_input_without_a_dimension_is_refused_in_the_words_of_torch():
-    plain = nn.Linear(4, 4)
     with pytest.raises(RuntimeError) as torchs:
-        plain(torch.tensor(1.0))
+        nn.Linear(4, 4)(torch.tensor(1.0))
     with pytest.raises(fe.errors.ShapeError) as ours:
-        converted(nn.Sequential(nn.Linear(4, 4)), "current")(torch.tensor(1.0))
+        converted(nn.Sequential(nn.Linear(4, 4)))(torch.tensor(1.0))
     assert str(ours.value) == f"0: {torchs.value}"
 
 
@@ -245,9 +221,8 @@ def test_a_tower_that_no_batch_has_called_has_no_share_of_the_flops():
     assert {row["name"]: row["flops_share"] for row in report.layers}["pictures.0"] == 0
     model(x, x)
     # `text` has seen 8 rows by now, the tower 4, and the median of those that count is for `read`.
-    assert fe.inspect(model).totals["fp8_flops_share"] == pytest.approx(
-        (8 * text + 4 * tower) / (8 * text + 4 * tower + 4 * read)
-    )
+    fp8 = 8 * text + 4 * tower
+    assert fe.inspect(model).totals["fp8_flops_share"] == pytest.approx(fp8 / (fp8 + 4 * read))
 
 
 def test_a_config_whose_keys_are_attributes():
@@ -261,15 +236,10 @@ def test_a_config_whose_keys_are_attributes():
     assert {d.name for d in decide(model, "current") if d.reason.startswith("output head")} == {"text"}
 
 
-class KimiLinearRMSNorm(nn.RMSNorm):
-    """As transformers names the norms of Kimi-Linear."""
-
-
 def test_a_norm_of_a_family_with_linear_in_its_name_is_no_linear_layer():
-    model = nn.Sequential(KimiLinearRMSNorm(16), nn.Linear(16, 16), nn.GELU(), nn.Linear(16, 16))
-    converted(model, "current")
+    norm = type("KimiLinearRMSNorm", (nn.RMSNorm,), {})  # as transformers names the norms of Kimi-Linear
+    model = converted(nn.Sequential(norm(16), linear(), nn.GELU(), linear()))
     model(torch.randn(4, 16))
     report = fe.inspect(model)
     assert [row["name"] for row in report.layers] == ["1", "3"]
-    assert report.totals["left_alone"] == 0
-    assert report.totals["fp8_flops_share"] == 1
+    assert (report.totals["left_alone"], report.totals["fp8_flops_share"]) == (0, 1)

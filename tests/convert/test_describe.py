@@ -2,7 +2,6 @@
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import peft
@@ -40,8 +39,7 @@ def test_every_block_and_every_linear_layer_has_its_place(name: str):
     told = hf.describe(family.build())
     assert len(told.blocks) == family.blocks
     assert told.outside == OUTSIDE.get(name, ("lm_head",))
-    for block in told.blocks:
-        assert any(isinstance(what, Norm) for what in told.inside(block).values())
+    assert all(any(isinstance(what, Norm) for what in told.inside(block).values()) for block in told.blocks)
 
 
 def test_the_text_of_a_model_with_more_than_one_stack():
@@ -59,9 +57,8 @@ def test_the_text_of_a_model_with_more_than_one_stack():
 
 
 def test_stacks_of_one_class_are_told_apart_and_so_are_blocks_that_differ():
-    assert "text_model.encoder.layers.0 to text_model.encoder.layers.1, 2 alike" in str(
-        hf.describe(FAMILIES["clip"].build())
-    )
+    told = str(hf.describe(FAMILIES["clip"].build()))
+    assert "text_model.encoder.layers.0 to text_model.encoder.layers.1, 2 alike" in told
     assert "rms norm, eps 1e-06, multiplies by 1 + weight" in str(hf.describe(MORE["gemma"].build()))
     told = str(hf.describe(FAMILIES["qwen2_moe"].build(mlp_only_layers=[1])))
     assert "model.layers.0: Qwen2MoeDecoderLayer\n    mlp.experts.act_fn: silu\n" in told
@@ -84,8 +81,7 @@ def test_the_text_of_an_mlp(mlp: Mlp, text: str):
 
 def test_converted_and_adapted_models_are_described_too():
     model = FAMILIES["gpt2"].build()
-    plain = str(hf.describe(model))
-    assert str(hf.describe(converted(model))) == plain
+    assert str(hf.describe(model)) == str(hf.describe(converted(model)))
     config = peft.LoraConfig(r=2, target_modules=["q_proj", "qkv_proj", "down_proj"])
     adapted = hf.describe(peft.get_peft_model(FAMILIES["phi3"].build(), config))
     assert list(adapted.blocks) == [f"base_model.model.model.layers.{i}" for i in range(2)]
@@ -106,11 +102,12 @@ def test_any_model_is_described_and_nothing_else_is():
         hf.describe(other)
 
 
+MERGER = {"Qwen3VLVisionPatchMerger": 1}
+
+
 def deeper(name: str) -> nn.Module:
     """A vision tower of three blocks.  Gathered with the root, it would be whole in memory during the whole step."""
-    family = MORE[name]
-    options = {**family.options, "vision_config": {**family.options["vision_config"], "depth": 3}}
-    return replace(family, options=options).build()
+    return MORE[name].build(vision_config={**MORE[name].options["vision_config"], "depth": 3})
 
 
 def with_stacks_beside() -> nn.Module:
@@ -125,10 +122,7 @@ def with_stacks_beside() -> nn.Module:
     ("make", "want"),
     [
         (lambda: deeper("qwen2.5-vl"), {"Qwen2_5_VLDecoderLayer": 2, "Qwen2_5_VLVisionBlock": 3}),
-        (
-            lambda: deeper("qwen3-vl"),
-            {"Qwen3VLTextDecoderLayer": 2, "Qwen3VLVisionBlock": 3, "Qwen3VLVisionPatchMerger": 1},
-        ),
+        (lambda: deeper("qwen3-vl"), {"Qwen3VLTextDecoderLayer": 2, "Qwen3VLVisionBlock": 3, **MERGER}),
         (lambda: MORE["gpt_oss"].build(), {"GptOssDecoderLayer": 2}),  # experts are part of their block
         (with_stacks_beside, {"GemmaDecoderLayer": 2}),
         (lambda: MORE["gemma"].build(num_hidden_layers=1), {"GemmaDecoderLayer": 1}),

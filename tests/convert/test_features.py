@@ -25,12 +25,8 @@ def model_of(kind: str, recipe: Any) -> nn.Module:
     torch.manual_seed(0)
     if kind == EXPERTS:
         return nn.Sequential(fe.GroupedLinear(1, K, K, recipe=recipe))
-    if kind == CONV1D:
-        return converted(nn.Sequential(Conv1D(K, K)), recipe)
-    model = nn.Sequential(nn.Linear(K, K))
-    if kind == FROZEN:
-        return converted(model.requires_grad_(False), recipe, frozen="fp8")
-    return converted(model, recipe)
+    model = nn.Sequential(Conv1D(K, K) if kind == CONV1D else nn.Linear(K, K)).requires_grad_(kind != FROZEN)
+    return converted(model, recipe, frozen="fp8" if kind == FROZEN else None)
 
 
 def divided(style: Any) -> Callable[[nn.Module], None]:
@@ -58,9 +54,8 @@ def excluded(*names: str) -> list[tuple[str, str]]:
 
 def put_together(kind: str, features: tuple[str, ...], recipe: Any) -> Any:
     model = model_of(kind, recipe)
-    for feature in features:
-        if feature in PUT:
-            PUT[feature](model)
+    for feature in PUT.keys() & set(features):
+        PUT[feature](model)
     return model
 
 

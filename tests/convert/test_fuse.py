@@ -6,6 +6,7 @@ model, with fuse=False and by default: both compute the same (`alike`: but for t
 """
 
 import copy
+import itertools
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -21,6 +22,7 @@ from support import Net, converted, same, sqnr
 from torch import nn
 
 import fp8engine as fe
+from fp8engine.bench.steps import saved_bytes
 from fp8engine.convert import swap
 from fp8engine.errors import FusionWarning, StrictError
 from fp8engine.nn.linear import Float8Module
@@ -30,7 +32,6 @@ from fp8engine.ops import norm_act, twins
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
 
 LLAMA = FAMILIES["llama"]
-
 # The layers of a block, less attention's last, that read what no producer has made, by hand.
 EXPERTS = {"gate_up_proj", "down_proj"}  # of a reshaped norm, and in another order
 UNREAD = {
@@ -65,18 +66,21 @@ READ = {
 }
 
 
+def members(model: nn.Module) -> list[tuple]:
+    """Its parameters and its modules, by name."""
+    parameters = [(key, id(p), p.shape, p.dtype) for key, p in model.named_parameters(remove_duplicate=False)]
+    return [*parameters, *((key, id(module)) for key, module in model.named_modules())]
+
+
 @pytest.mark.few(24)
 @pytest.mark.parametrize("name", FAMILIES | MORE)
 def test_producers_numbers_counts_and_what_is_left_alone(name: str):
     family = (FAMILIES | MORE)[name]
     plain = family.build_smooth()
     one, two = converted(copy.deepcopy(plain), fuse=False), copy.deepcopy(plain)
-    before = [(key, id(p), p.shape, p.dtype) for key, p in two.named_parameters(remove_duplicate=False)]
-    modules = [(key, id(module)) for key, module in two.named_modules()]
-    state = {key: value.clone() for key, value in two.state_dict().items()}
+    before, state = members(two), {key: value.clone() for key, value in two.state_dict().items()}
     converted(two)
-    assert [(key, id(p), p.shape, p.dtype) for key, p in two.named_parameters(remove_duplicate=False)] == before
-    assert [(key, id(module)) for key, module in two.named_modules()] == modules
+    assert members(two) == before
     assert list(two.state_dict()) == list(state)
     assert same(list(two.state_dict().values()), list(state.values()))
     batch = family.batch(rows=32)
@@ -87,10 +91,9 @@ def test_producers_numbers_counts_and_what_is_left_alone(name: str):
     assert given[0] == given[1] != []  # none for the vision tower, which no text reaches
     assert all(p.grad.isfinite().all() for p in two.parameters() if p.grad is not None)
     for row, other in zip(fe.inspect(one).layers, fe.inspect(two).layers, strict=True):
-        assert (row["name"], row["rows"], row["recipe"]) == (other["name"], other["rows"], other["recipe"])
-        for role in ("input", "weight", "grad_output"):
-            for key in ("calls", "elements"):
-                assert row[role].get(key) == other[role].get(key), (row["name"], role, key)
+        assert [row[key] for key in ("name", "rows", "recipe")] == [other[key] for key in ("name", "rows", "recipe")]
+        for role, key in itertools.product(("input", "weight", "grad_output"), ("calls", "elements")):
+            assert row[role].get(key) == other[role].get(key), (row["name"], role, key)
     assert producers(one) == []
     assert set(sources(one).values()) == {""}
     found = {key: by for key, by in sources(two).items() if name == "albert" or ".1." in key}
@@ -103,11 +106,8 @@ def test_producers_numbers_counts_and_what_is_left_alone(name: str):
 def test_who_reads_which_producer(name: str):
     model = converted(FAMILIES[name].build())
     step(model, FAMILIES[name].batch())
-    found: dict[str, list[str]] = {}
-    for layer, by in sources(model).items():
-        if ".1." in layer and by:
-            found.setdefault(by, []).append(layer.partition(".1.")[2])
-    assert {by: set(layers) for by, layers in found.items()} == {by: set(layers) for by, layers in READ[name].items()}
+    found = {layer.partition(".1.")[2]: by for layer, by in sources(model).items() if ".1." in layer and by}
+    assert found == {layer: by for by, layers in READ[name].items() for layer in layers}
     told = fe.inspect(model).table()
     assert f"{sum(map(bool, sources(model).values()))} layers read what a norm, an activation or" in told
 
@@ -134,21 +134,6 @@ def casts(model: Any, batch: dict) -> dict[str, int]:
     return dict(seen)
 
 
-def saved_bytes(model: Any, batch: dict) -> int:
-    """Bytes of distinct storages saved for backward, parameters left out."""
-    own = {p.untyped_storage().data_ptr() for p in model.parameters()}
-    held: dict[int, int] = {}
-
-    def pack(x: torch.Tensor) -> torch.Tensor:
-        held[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
-        return x
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-        kept = model(**batch)
-    del kept
-    return sum(size for where, size in held.items() if where not in own)
-
-
 def test_casts_and_bytes_of_a_tiny_llama():
     """The numbers of docs/huggingface.md: one block, BF16, 32 sequences of 12.
 
@@ -159,7 +144,7 @@ def test_casts_and_bytes_of_a_tiny_llama():
         torch.manual_seed(0)
         model = converted(LLAMA.build(num_hidden_layers=1).bfloat16(), fuse=fuse)
         counts.append(casts(model, batch))
-        sizes.append(saved_bytes(model, batch))
+        sizes.append(saved_bytes(model, lambda model=model: model(**batch)))
     made = {"norm_quantize": 2, "act_quantize": 1, "norm_quantize_backward": 2, "act_quantize_backward": 1}
     assert counts == [{"quantize": 18}, {"quantize": 18, **made}]
     assert sizes[1] / sizes[0] == pytest.approx(0.77, abs=0.02)
@@ -205,11 +190,10 @@ def test_layers_in_another_precision():
 
 
 PLACES = ["input_layernorm", "self_attn", "self_attn.q_proj", "mlp", "mlp.act_fn", "mlp.down_proj", ""]
+first = lambda m, args, kw: (*args, *kw.values())[0]  # noqa: E731 - of what a module is called with
 HOOKS: dict[str, Any] = {
     "forward": lambda m, note: m.register_forward_hook(lambda m, args, y: note(y)),
-    "forward pre": lambda m, note: m.register_forward_pre_hook(
-        lambda m, args, kw: note((*args, *kw.values())[0]), with_kwargs=True
-    ),
+    "forward pre": lambda m, note: m.register_forward_pre_hook(lambda *given: note(first(*given)), with_kwargs=True),
     "backward": lambda m, note: m.register_full_backward_hook(lambda m, gi, go: note(go[0])),
     "backward pre": lambda m, note: m.register_full_backward_pre_hook(lambda m, go: note(go[0])),
 }
@@ -232,7 +216,7 @@ def test_a_hook_sees_what_it_saw(place: str, hook: str):
 
 CHANGES: dict[str, Any] = {
     "another result": ("input_layernorm", lambda m: m.register_forward_hook(lambda m, args, y: 2 * y)),
-    "its result, in place": ("input_layernorm", lambda m: m.register_forward_hook(lambda m, args, y: _double(y))),
+    "its result, in place": ("input_layernorm", lambda m: m.register_forward_hook(lambda m, x, y: _double(y))),
     "what q reads, between": ("self_attn.q_proj", lambda m: m.register_forward_hook(lambda m, x, y: _double(*x))),
     "what the MLP multiplies": ("mlp.act_fn", lambda m: m.register_forward_hook(lambda m, args, y: 2 * y)),
     "the product": ("mlp.down_proj", lambda m: m.register_forward_pre_hook(lambda m, x: (2 * x[0],))),
@@ -301,8 +285,8 @@ def test_foreign_modules_are_recognised_by_their_numbers(norm: Callable, mlp: Ca
         for parameter in plain[0].parameters():
             parameter.uniform_(0.2, 0.5)
     for fuse in (False, None):
-        model, x = converted(copy.deepcopy(plain), "rowwise", fuse=fuse), torch.linspace(-2, 3, 24 * K).view(2, 12, K)
-        x.requires_grad_()
+        model = converted(copy.deepcopy(plain), "rowwise", fuse=fuse)
+        x = torch.linspace(-2, 3, 24 * K).view(2, 12, K).requires_grad_()
         y = model(x)
         y.square().mean().backward()
         found.append([y.detach(), x.grad, *(p.grad for p in model.parameters())])
@@ -356,9 +340,8 @@ def test_an_mlp_that_takes_a_residual_runs_its_own_forward():
     plain = transformers.BloomForCausalLM(config).eval()
     models = [converted(copy.deepcopy(plain), "rowwise", fuse=fuse) for fuse in (False, None)]
     assert alike(LLAMA, models)
-    assert producers(models[1]) == [
-        f"transformer.h.0.{name}" for name in ("input_layernorm", "post_attention_layernorm", "mlp.gelu_impl")
-    ]
+    found = [name.removeprefix("transformer.h.0.") for name in producers(models[1])]
+    assert found == ["input_layernorm", "post_attention_layernorm", "mlp.gelu_impl"]
 
 
 def test_a_hook_on_the_dropout_inside_an_mlp():
@@ -375,14 +358,11 @@ def test_a_hook_on_the_dropout_inside_an_mlp():
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
 def test_after_an_error_it_goes_on(error: type[BaseException]):
-    models = pair("llama")
-
     def fail(module, args):
         raise error
 
+    models = pair("llama")
     for model in models:
-        hook = block(model).mlp.register_forward_pre_hook(fail)
-        with pytest.raises(error):
+        with block(model).mlp.register_forward_pre_hook(fail), pytest.raises(error):
             model(**LLAMA.batch())
-        hook.remove()
     assert alike(LLAMA, models)

@@ -125,25 +125,18 @@ def told(found: Any) -> str:
     return found
 
 
-def check(model: nn.Module, expected: set[str]) -> None:
-    """That a model's modules are what is expected, and that every one whose class is called a norm is found."""
+@pytest.mark.parametrize("name", FAMILIES | MORE | OTHERS)
+def test_the_families_of_the_tests_and_those_that_no_table_has_named(name: str):
+    if name in OTHERS:
+        options, expected = OTHERS[name]
+        model: Any = hf.AutoModel.from_config(getattr(hf, f"{name}Config")(**options))
+    else:
+        model, expected = (FAMILIES | MORE)[name].build(), EXPECTED[name]
     found = survey(model)
     assert {told(each) for each in found.values()} == expected
     for name, module in model.named_modules():
         if "Norm" in type(module).__name__ and not module._modules and type(module).__name__ not in NO_NORMS:
             assert isinstance(found[name], Norm), name
-
-
-@pytest.mark.parametrize("name", FAMILIES | MORE)
-def test_the_families_of_the_tests(name: str):
-    check((FAMILIES | MORE)[name].build(), EXPECTED[name])
-
-
-@pytest.mark.parametrize("name", OTHERS)
-def test_families_that_no_table_has_named(name: str):
-    options, expected = OTHERS[name]
-    config = getattr(hf, f"{name}Config")(**options)
-    check(hf.AutoModel.from_config(config), expected)
 
 
 NORMS = {

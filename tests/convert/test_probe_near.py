@@ -6,19 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from probe_modules import (
-    WIDE,
-    Function,
-    Gated,
-    K,
-    Packed,
-    Rms,
-    TimmMlp,
-    TimmSwiGlu,
-    by_hand,
-    rms_of,
-    what_is,
-)
+from probe_modules import WIDE, Function, Gated, K, Packed, Rms, TimmMlp, TimmSwiGlu, by_hand, rms_of, what_is
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations, prune
@@ -29,12 +17,9 @@ import fp8engine as fe
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 
 
-class Quantised(nn.Parameter):
-    """A weight as bitsandbytes has it."""
-
-
 def quantise(layer: Any) -> None:
-    layer.weight = Quantised(layer.weight)
+    """As bitsandbytes has it."""
+    layer.weight = type("Quantised", (nn.Parameter,), {})(layer.weight)
 
 
 def with_layer(change: Callable[[nn.Module], Any]) -> nn.Module:

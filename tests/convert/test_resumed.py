@@ -54,9 +54,8 @@ def saved(recipe: str, optimizer: str = "adamw") -> dict[str, Any]:
     model = made(recipe)
     stepping = OPTIMIZERS[optimizer](model.parameters())
     assert train(model, stepping) == []
-    return copy.deepcopy(
-        {"model": model.state_dict(), "optimizer": stepping.state_dict(), "scaling": fe.scaling_state_dict(model)}
-    )
+    kept = {"model": model.state_dict(), "optimizer": stepping.state_dict(), "scaling": fe.scaling_state_dict(model)}
+    return copy.deepcopy(kept)
 
 
 def resumed(model: nn.Module, kept: dict[str, Any], optimizer: str = "adamw", scaling: str = "") -> list[str]:
@@ -88,12 +87,11 @@ def test_masters_are_known_for_the_models_parameters():
         model = made("delayed")
         return fe.amp.decorate(model, torch.optim.AdamW(model.parameters()), level="O2", dtype=torch.bfloat16)
 
-    model, optimizer = decorated()
-    assert train(model, optimizer) == []
-    again, stepping = decorated()
-    again.load_state_dict(copy.deepcopy(model.state_dict()))
-    stepping.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    assert len(train(again, stepping)) == 1
+    first, second = decorated(), decorated()
+    assert train(*first) == []
+    for old, new in zip(first, second, strict=True):
+        new.load_state_dict(copy.deepcopy(old.state_dict()))
+    assert len(train(*second)) == 1
 
 
 def test_resumed_by_torchs_distributed_checkpoint():
@@ -101,10 +99,10 @@ def test_resumed_by_torchs_distributed_checkpoint():
     kept, model = saved("delayed"), made("delayed")
     optimizer = torch.optim.AdamW(model.parameters())
     set_model_state_dict(model, kept["model"])
-    names = dict(enumerate(name for name, _ in model.named_parameters()))
-    found = {"state": {names[i]: of for i, of in kept["optimizer"]["state"].items()}}
-    groups = [{**group, "params": [names[i] for i in group["params"]]} for group in kept["optimizer"]["param_groups"]]
-    set_optimizer_state_dict(model, optimizer, {**found, "param_groups": groups})
+    names, state = [name for name, _ in model.named_parameters()], kept["optimizer"]
+    groups = [{**group, "params": [names[i] for i in group["params"]]} for group in state["param_groups"]]
+    found = {"state": {names[i]: of for i, of in state["state"].items()}, "param_groups": groups}
+    set_optimizer_state_dict(model, optimizer, found)
     assert len(train(model, optimizer)) == 1
 
 
@@ -128,11 +126,10 @@ def test_with_its_scaling_state_it_is_not(recipe: str, scaling: str):
 @pytest.mark.parametrize("recipe", ["auto", "delayed"])
 def test_a_run_that_begins_is_not(recipe: str, optimizer: str):
     """Weights loaded to be trained further; an optimizer that trained before fe.convert; another model's optimizer."""
-    kept, model = saved(recipe), made(recipe)
-    model.load_state_dict(kept["model"])
-    other = nn.Linear(WIDTH, WIDTH)
-    assert train(other, OPTIMIZERS[optimizer](other.parameters())) == []
-    assert train(model, OPTIMIZERS[optimizer](model.parameters())) == []
+    model, other = made(recipe), nn.Linear(WIDTH, WIDTH)
+    model.load_state_dict(saved(recipe)["model"])
+    for each in (other, model):
+        assert train(each, OPTIMIZERS[optimizer](each.parameters())) == []
     plain = nn.Sequential(nn.Linear(WIDTH, WIDTH))
     stepping = OPTIMIZERS[optimizer](plain.parameters())
     train(plain, stepping)

@@ -5,6 +5,7 @@
 each operand cast by `dequantised`, products and sums in float64.
 """
 
+import io
 import math
 import warnings
 from dataclasses import replace
@@ -60,6 +61,14 @@ def converted(model: nn.Module, recipe: str | Recipe = "current", **options) -> 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", fe.errors.EmulationWarning)
         return fe.convert(model, recipe, **options)
+
+
+def pickled(model: Any) -> Any:
+    """What torch.save has written, read."""
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
 
 
 def numerics_of(layer: nn.Module) -> Numerics:
