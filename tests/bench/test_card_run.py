@@ -138,16 +138,6 @@ def test_a_run_that_is_interrupted_leaves_no_group_on_the_card(file: Path, monke
     assert [group.killed for group in started] == [True]
 
 
-def test_every_group_may_fail_or_none(file: Path):
-    shown: list[str] = []
-    assert run.run(PLAN, file, 540, fake_world(file, lambda group: "well", shown)) == 0
-    assert "FAILED" not in shown[-1]
-    file.unlink()
-    ends = {group.name: BAD[place % len(BAD)] for place, group in enumerate(PLAN)}
-    assert run.run(PLAN, file, 3600, fake_world(file, lambda group: ends[group.name], shown)) == 1
-    text = table.text(file)
-    assert text.count("FAILED ") == len(PLAN)
-    assert "matmuls: not measured" in text
 
 
 def test_the_table_after_three_six_and_nine_minutes(file: Path):

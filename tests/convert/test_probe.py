@@ -147,10 +147,7 @@ NORMS = {
     "RMSNorm": (nn.RMSNorm(K, eps=1e-6), Norm("rms", 1e-6)),
     "RMSNorm of no weight": (Function(lambda x: F.rms_norm(x, (x.shape[-1],), eps=1e-7)), Norm("rms", 1e-7)),
     "by hand": (Rms(1e-6), Norm("rms", 1e-6)),
-    "an eps in no attribute": (
-        Rms(None, formula=lambda m, x: F.rms_norm(x, (K,), m.weight, 3e-6)),
-        Norm("rms", 3e-6),
-    ),
+    "an eps in no attribute": (Rms(None, formula=lambda m, x: F.rms_norm(x, (K,), m.weight, 3e-6)), Norm("rms", 3e-6)),
     "another eps than it says": (Rms(formula=lambda m, x: F.rms_norm(x, (K,), m.weight, 2e-6)), Norm("rms", 2e-6)),
     "no eps": (Rms(0.0), Norm("rms", 0.0)),
     "wide": (Rms(1e-5, 16384), Norm("rms", 1e-5)),

@@ -1,4 +1,4 @@
-"""Blocks and models measured: what is checked, what is saved, and that a wrong variant gets no time."""
+"""Blocks, models, generation, experts and graphs measured without a card: a wrong variant gets no time."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -8,9 +8,12 @@ import torch
 from torch import nn
 from transformers.models.llama import modeling_llama as llama
 
-from benchmarks import graphs, networks
+from benchmarks import experts, generate, graphs, networks, peers
+from benchmarks.networks import NETWORKS, Size
+from benchmarks.peers import Graph
 from fp8engine.bench import linear, models, steps
-from fp8engine.bench.harness import Timer, line
+from fp8engine.bench.cases import Shape, sqnr
+from fp8engine.bench.harness import Limits, Timer, line
 from fp8engine.bench.timing import WallClock
 
 CPU = torch.device("cpu")
@@ -126,3 +129,112 @@ def test_the_plain_block_is_llamas():
     wanted = theirs(x, position_embeddings=rope, attention_mask=torch.full((8, 8), -torch.inf).triu(1)[None, None])
     wanted = wanted[0] if isinstance(wanted, tuple) else wanted
     assert torch.allclose(ours(x), wanted, rtol=0, atol=1e-5)  # FP32, sums of up to 64 terms, three matmuls deep
+
+
+TIMER = Timer(WallClock(), 2)
+
+
+@pytest.mark.parametrize("done", [False, True])
+def test_the_host_is_timed_while_the_card_is_busy(done: bool):
+    """Nothing else can tell the host's time from the card's.  done: whether the card was done first."""
+    calls = []
+    event = SimpleNamespace(record=lambda: calls.append("record"), query=lambda: (calls.append("query"), done)[1])
+    card: Any = SimpleNamespace(
+        Event=lambda: event, _sleep=lambda cycles: calls.append("sleep"), synchronize=lambda where: calls.append("wait")
+    )
+    x: Any = SimpleNamespace(device=torch.device("cuda", 0))
+    found = linear.host_us(lambda x: calls.append("forward"), x, card)
+    assert calls == ["wait", "sleep", "record", *["forward"] * linear.HOST_CALLS, "query", "wait"]
+    assert (found is None) == done
+
+
+@pytest.mark.parametrize("recipe", [None, "current", "blockwise"])
+def test_without_a_card_the_host_is_timed_and_there_is_no_graph(recipe: str | None):
+    eager, graph = peers.graphs(Graph(Shape(8, 16, 32), recipe), CPU, TIMER)
+    assert (eager["correct"], eager["host_us"] > 0) == (True, True)
+    assert (graph["correct"], "seconds" in graph) == (None, False)
+    assert "host" in line(eager)
+    assert "8x16x32 cannot run: " in " ".join(line(graph).split())
+
+
+@pytest.mark.parametrize("wrong", [False, True])
+def test_a_graph_is_timed_where_it_computes_what_eager_code_does(monkeypatch: pytest.MonkeyPatch, wrong: bool):
+    def capture(step, where):
+        return SimpleNamespace(replay=lambda: None), tuple(part.clone() * (-1 if wrong else 1) for part in step(0))
+
+    monkeypatch.setattr(graphs, "captured", capture)
+    _, graph = peers.graphs(Graph(Shape(8, 16, 32), "current"), CPU, TIMER)
+    assert graph["correct"] is ("over_eager" in graph) is not wrong
+
+
+CASTS = {
+    "right": lambda codes: codes,
+    "another code": lambda codes: codes.view(torch.uint8).bitwise_xor(1).view(torch.float8_e4m3fn),
+    "of nothing": torch.zeros_like,
+}
+
+
+@pytest.mark.parametrize("which", CASTS)
+def test_inductors_casts_are_checked(monkeypatch: pytest.MonkeyPatch, which: str):
+    monkeypatch.setattr(torch, "compile", lambda cast, fullgraph: lambda x: CASTS[which](cast(x)))
+    ours, given, own = peers.inductor_casts((64, 96), CPU, TIMER, Limits(1e9, 1e9))
+    assert ours["correct"]
+    assert given["correct"] is ("of_copy" in given) is own["correct"] is (which == "right")
+
+
+CASE = generate.Case(Size(32, 64, 4, 2, 2, 64), 2, 5, 4)
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return NETWORKS["llama"](CASE.size).eval()
+
+
+def test_read_piece_by_piece_is_read_at_once():
+    """FP32, summed in another order: 2^-24 a sum of 64, some 120 dB; a wrong position or mask leaves under 20."""
+    net, text = model(), torch.randint(64, (2, 9))
+    with torch.inference_mode():
+        assert sqnr(generate.piecewise(net, text, 5), net(text)) > 100
+
+
+def test_each_token_is_the_most_likely_after_those_before():
+    net, prompt = model(), torch.randint(64, (2, 5))
+    text = prompt
+    for _ in range(4):
+        with torch.inference_mode():
+            text = torch.cat([text, net(text)[:, -1].argmax(-1, keepdim=True)], 1)
+    assert torch.equal(generate.write(net, prompt, 4), text[:, 5:])
+
+
+def test_a_right_variant_is_timed_and_a_wrong_one_is_not():
+    rows = generate.generate([CASE], CPU, timer=Timer(WallClock(), 2))["rows"]
+    assert [(row["name"], row["correct"]) for row in rows] == [(name, True) for name in generate.variants()]
+    by_name = {row["name"]: row for row in rows}
+    assert by_name["served current"]["weights"] < 0.75 * by_name["bf16"]["weights"]  # all but the head in a byte
+    assert all(row["tokens_per_s"] == pytest.approx(2 * 4 / row["seconds"]) for row in rows)
+    assert "x bf16" in line(rows[1])
+
+    def broken(net: Any) -> nn.Module:
+        with torch.no_grad():
+            net.blocks[0].mlp.down_proj.weight.mul_(-1)
+        return net
+
+    ways = {"bf16": lambda net: net, "broken": broken}
+    right, wrong = generate.generate([CASE], CPU, ways, Timer(WallClock(), 1))["rows"]
+    assert ("seconds" in right, "seconds" in wrong) == (True, False)
+    assert "WRONG" in line(wrong)
+
+
+def test_every_way_to_multiply_experts_is_right_or_says_why():
+    case = experts.Case(64, 40, 48, 32, 4)
+    assert case.sizes() == [40, 8, 8, 8]
+    rows = {row["name"]: row for row in experts.compare(case, CPU, Timer.of(CPU, 1, 1))}
+    assert len(rows) == 7
+    for name, row in rows.items():
+        if "ours" in name:
+            assert "no Triton kernels for cpu" in row["why"]
+        else:
+            assert row["correct"], name
+            assert "x bf16" in line(row)
+    for case in experts.CASES:
+        assert (sum(case.sizes()), len(case.sizes()), min(case.sizes()) >= 0) == (case.rows, case.experts, True)
