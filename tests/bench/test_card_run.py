@@ -106,8 +106,8 @@ def test_where_gluon_goes_wrong_the_other_groups_run_without_it(file: Path, ends
     if wrong:
         Sink(file, "gluon").write("check", name="matmul_gluon", wrong=wrong)
     there = fake_world(file, lambda it: ends if it.name == "gluon" else "well", [])
-    run.run(PLAN, file, 3600, there._replace(set=environment.__setitem__))
-    assert environment == ({} if (ends, wrong) == ("well", None) else {settings.GLUON: "0"})
+    status = run.run(PLAN, file, 3600, there._replace(set=environment.__setitem__))
+    assert (status, environment) == ((0, {}) if (ends, wrong) == ("well", None) else (1, {settings.GLUON: "0"}))
 
 
 def test_one_group_alone_lets_the_card_choose_its_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

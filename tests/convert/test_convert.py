@@ -194,10 +194,11 @@ def test_what_cannot_be_swapped_is_left_with_the_reason():
 @pytest.mark.parametrize("category", [fe.errors.EmulationWarning, fe.errors.FusionWarning])
 def test_a_warning_that_is_an_error_leaves_the_model_as_it_was(category):
     model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
-    with warnings.catch_warnings(), pytest.raises(category):
+    with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         warnings.simplefilter("error", category)
-        fe.convert(model, "rowwise", fuse=True)
+        with pytest.raises(category):
+            fe.convert(model, "rowwise", fuse=True)
     assert [type(part) for part in model] == [nn.Linear, nn.Tanh, nn.Linear]
 
 
