@@ -55,7 +55,6 @@ def spoilt(path: Path, **values) -> dict:
 
 @pytest.mark.parametrize("compiled", [True, False])
 def test_what_is_compiled_of_a_source_that_a_kernel_imports_at_any_remove_is_in_its_key(compiled: bool, tmp_path: Path):
-    """And a source that it does not import is not."""
     folder = tmp_path / "kernels"
     shutil.copytree(keys.KERNELS, folder)
     for source in ("attention", "norm_quantize", "matmul_grouped"):
@@ -86,7 +85,6 @@ def test_what_triton_is_told_the_card_and_the_judgement_are_in_the_key(monkeypat
 
 
 def test_a_stale_key_is_compiled_judged_and_then_written(baseline: Path, capsys):
-    """The loop that was half as long fails although nothing else is compiled; a true row with its key is let be."""
     loop = json.loads(baseline.read_text())["kernels"][NAME]["loop"]
     before = spoilt(baseline, loop=loop // 2)
     run = ["--jobs", "1", "--only", NAME, "--baseline", str(baseline), "--changed"]

@@ -170,7 +170,6 @@ def test_cards_with_fp8_have_torchs_rows_and_ours_where_there_is_triton(capabili
 
 
 def test_a_cards_rows_are_what_they_are_called(monkeypatch: pytest.MonkeyPatch):
-    """All rows of an H100, with kernels of plain torch in the place of Triton's."""
     called = []
 
     def fp8(a, b, epilogue, promoted):

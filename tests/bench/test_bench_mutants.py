@@ -76,7 +76,6 @@ def test_a_cell_of_the_table_counts_the_bugs_of_one_kind_in_one_family():
 
 @pytest.mark.slow
 def test_a_fork_reads_a_file_again_and_ends_what_takes_too_long():
-    """Of a copy whose kernel of column sums has a bug in it, its text or its compiled code, or none."""
     mutant = next(each for each in MUTANTS if each.file == "kernels/column_sums.py" and each.kind == "mask")
     card = "tests/emulated/test_emulated_memory.py::test_sums_of_columns_stay_within_their_bound[(3, 7)]"
     code = ["_column_sums_kernel", r"bar\.sync\s+0;", "// no barrier"]

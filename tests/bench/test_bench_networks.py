@@ -45,7 +45,6 @@ CASES = [networks.case(name, SMALL, 16, 8) for name in ("llama", "bert", "vit")]
 
 @pytest.mark.parametrize("case", CASES + models.cases(CPU), ids=str)
 def test_models_and_those_of_transformers_run(case: steps.Case):
-    """The latter are of `fp8engine bench model`; their layers are what torch.compile takes one by one."""
     ways = {name: way for name, way in networks.variants(CPU, False).items() if name in ("bf16", "fp8engine current")}
     if case in CASES:
         ways["layer current"] = networks.variants(CPU, False)["layer current"]
@@ -70,7 +69,6 @@ def test_compiled_variants_are_the_eager_ones_and_torchaos_where_it_is_installed
 
 
 def test_a_replayed_step_is_checked_like_any_other_and_saves_nothing_anew(monkeypatch: pytest.MonkeyPatch):
-    """A fake graph: what was written when it was captured stays."""
     monkeypatch.setattr(graphs, "captured", lambda step, where: (SimpleNamespace(replay=lambda: None), step(0)))
     rows = measured({"bf16": steps.Variant(steps.bf16), "replayed": steps.Variant(steps.bf16, graphs.whole)})
     replayed, eager = rows["replayed"], rows["bf16"]

@@ -57,7 +57,6 @@ def test_a_mean_above_cublaslt_that_is_not_so_everywhere_is_left_to_the_cards_tr
 
 
 def test_the_committed_table_is_that_of_the_committed_sweep(monkeypatch, tmp_path: Path, capsys):
-    """`python -m benchmarks.sweep FILE --write` changes nothing: each row comes from that file."""
     old, copy = tuning.TABLE.read_text(), tmp_path / "tuning.json"
     copy.write_text(old)
     monkeypatch.setattr(tuning, "TABLE", copy)

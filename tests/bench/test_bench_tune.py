@@ -191,8 +191,6 @@ def test_operations_are_those_of_the_table_and_card():
 
 
 def test_from_card_to_table(monkeypatch: pytest.MonkeyPatch):
-    """The whole search on a pretended H100 on which 16 rows of tiles, and no descriptors, are fastest."""
-
     def trial(job, shape, configs):
         assert shape.k % 16 == 0 or not any(one.descriptors for one in configs)  # nothing can describe those
         return [1.0 + 0.1 * (one.group_m == 16) + 0.1 * (not one.descriptors) for one in configs]

@@ -76,7 +76,6 @@ def test_what_does_not_load_is_compiled_anew(cache: Path, driver: Path, tmp_path
 
 
 def test_other_pythons_on_the_path_are_asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    """A stand-in that fails, as pyenv's do, is none."""
     answer = json.dumps([".cpython-399.so", str(tmp_path)])
     for name, lines in (("python3.12", f"echo '{answer}'"), ("python3.13", "exit 127")):
         (tmp_path / name).write_text(f"#!/bin/sh\n{lines}\n")

@@ -44,7 +44,6 @@ def test_a_check_that_fails_or_raises_does_not_hide_the_others(tmp_path: Path):
 
 
 def test_a_lost_context_ends_the_group_and_what_there_is_no_time_for_is_said(tmp_path: Path):
-    """Whatever came after it would fail too, in this process."""
     group(tmp_path, -1.0).checks([("late", lambda: None)] * 3)
     with pytest.raises(RuntimeError, match="illegal memory access"):
         group(tmp_path).checks([("lost", lost), ("last", lambda: None)])

@@ -194,7 +194,6 @@ def test_everything_is_named_at_once(machine: Machine):
 
 
 def test_the_script_names_it_before_anything_runs(tmp_path: Path):
-    """On this machine, which has no card and so is not at fault; a compiler is not there either."""
     command = [sys.executable, str(SCRIPT), "--out", str(tmp_path / "out"), "--cache", str(tmp_path)]
     environment = os.environ | {"CC": "/nowhere/cc"}
     done = subprocess.run(command, capture_output=True, text=True, cwd="/", env=environment)

@@ -74,7 +74,6 @@ def bare(code: str, **names: object) -> str:
 
 
 def test_layers_of_served_weights_are_followed_without_a_card():
-    """The pretended choice of a matmul once refused an argument, and their kernels were not compiled ahead."""
     told = bare(SERVED)
     assert all(part in told for part in ("numpy is blocked", "served current", "served blockwise"))
     assert "Error" not in told
@@ -117,7 +116,6 @@ def compiled(tmp_path: Path, *arguments: str) -> list[records.Record]:
 @pytest.mark.nightly
 @pytest.mark.slow
 def test_what_one_process_compiled_another_finds_all_of(tmp_path: Path):
-    """Two processes share the work; the pack of it is unpacked elsewhere; a third process compiles nothing."""
     shares = [compiled(tmp_path, "--warm", f"{index}/2")[0] for index in range(2)]
     made = sum(share["compiled"] for share in shares)
     assert made == len(pack.entries(tmp_path / "cache")) > 10

@@ -111,7 +111,6 @@ def test_where_gluon_goes_wrong_the_other_groups_run_without_it(file: Path, ends
 
 
 def test_one_group_alone_lets_the_card_choose_its_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Rows of the others are of one choice, whatever a group before them has timed, and whatever the user has set."""
     monkeypatch.setenv(settings.MEASURE, "1")
     processes, given = run.Processes(tmp_path / "gpu.jsonl", tmp_path), {}
     monkeypatch.setattr(run, "Spawned", lambda command, log, environment: given.setdefault(log.stem, dict(environment)))
@@ -138,10 +137,7 @@ def test_a_run_that_is_interrupted_leaves_no_group_on_the_card(file: Path, monke
     assert [group.killed for group in started] == [True]
 
 
-
-
 def test_the_table_after_three_six_and_nine_minutes(file: Path):
-    """Even while a group hangs.  What is not begun for lack of time is said, and is no failure of its own."""
     shown: list[str] = []
     run.run(PLAN, file, 560, fake_world(file, lambda group: "hang", shown))
     marks = {text.splitlines()[0]: text for text in shown if text.startswith("after")}
@@ -206,7 +202,6 @@ PROGRAMS = {
 
 @pytest.mark.parametrize("bad", PROGRAMS)
 def test_processes_that_fail(file: Path, bad: str):
-    """The same with processes of the machine: the one after is not disturbed."""
     program, why, last = PROGRAMS[bad]
     started: list[run.Spawned] = []
 
@@ -247,7 +242,6 @@ def test_lines_are_on_disk_at_once(file: Path):
 
 
 def test_the_whole_script_on_a_pretended_card(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys):
-    """The pool compiles while a group runs, and is ended with the run; the file and its table are left."""
     main, pool = runpy.run_path(str(SCRIPT))["main"], []
 
     def group(processes: run.Processes, group: Group, seconds: float) -> run.Spawned:

@@ -43,7 +43,6 @@ def test_cublas_in_fp8_is_predicted_neither_too_slow_nor_too_fast():
 
 
 def test_what_fp8_leaves_alone_is_the_rest_of_a_models_step():
-    """A model that were nothing but its linear layers would be as much faster as they are; no model is."""
     table = json.loads(published_layers.TABLES.read_text())[-1]
     (row,) = table["rows"]
     counted = [(count, (table["tokens"], n, k)) for count, n, k in published_layers.MODELS[table["model"]]]
@@ -79,8 +78,6 @@ def test_no_other_value_of_a_parameter_fits_better(name, factor):
     low, high = fit.BOUNDS[name]
     other = min(high, max(low, COMMITTED[name] * factor))
     assert fit.loss({**COMMITTED, name: other}) >= LEAST * 0.9999
-
-
 
 
 def test_a_fit_from_elsewhere_finds_a_loss_as_low(monkeypatch):

@@ -84,7 +84,6 @@ def test_the_least_sqnr_is_of_the_worst_part():
 
 @pytest.mark.filterwarnings("ignore::fp8engine.errors.EmulationWarning")
 def test_the_layer_whose_casts_differ_is_found(tmp_path: Path):
-    """Each layer is compared on one input: a difference is not carried to the layers behind it."""
     model: Any = tiny_models.llama()
     fe.hf.export(model, tmp_path / "out", "rowwise")
     ours, theirs = (fe.hf.load(tmp_path / "out") for _ in range(2))

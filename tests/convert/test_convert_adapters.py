@@ -124,7 +124,6 @@ def test_adapters_get_the_gradients_of_the_plain_model_within_the_noise(method: 
 
 
 def test_glora_refuses_a_converted_layer_by_name():
-    """peft asks for nn.Linear itself, no subclass: adapters first, then convert."""
     with pytest.raises(ValueError, match=r"is not a plain torch\.nn\.Linear"):
         adapted("glora", "convert first")
 

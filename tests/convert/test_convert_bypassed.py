@@ -200,7 +200,6 @@ def test_neither_a_part_run_alone_nor_a_forward_that_fails_is_the_first_one():
 
 
 def test_two_threads_in_the_first_forward_leave_nothing_watched():
-    """The second begins while the first is inside, and is inside still when the first has left."""
     model, x = converted(Model(Eva())), torch.randn(2, 4, 16)
     begun, left = threading.Event(), threading.Event()
 

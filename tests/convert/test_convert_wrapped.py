@@ -55,7 +55,6 @@ def test_a_wrapped_model_is_refused_and_left_as_it_was(wrapper: str):
 
 
 def test_twice():
-    """Another call changes the recipe in place: the same parameters, and the numbers of a first conversion."""
     model, x = Net(16), torch.randn(4, 16)
     fresh: Any = converted(copy.deepcopy(model), "rowwise")
     parameters = dict(model.named_parameters())

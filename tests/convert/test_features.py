@@ -91,7 +91,6 @@ def test_a_layer_has_both_or_one_sentence_says_why_not(kind: str, features: tupl
 
 @pytest.mark.parametrize("excluding", [EXPERTS, SUMS])
 def test_auto_does_not_store_what_cannot_be_stored(excluding: str):
-    """Told who reads the result after the layer was divided, too."""
     model = model_of(EXPERTS if excluding == EXPERTS else PLAIN, "auto")
     numerics = float8_modules(model)[0].numerics
     readers = {numerics.name: ["matmul"]}

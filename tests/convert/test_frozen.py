@@ -57,7 +57,6 @@ def test_codes_stand_where_weights_were():
 @pytest.mark.parametrize("recipe", ["current", "rowwise", "blockwise", "delayed", "rowwise_gw_hp", "auto"])
 @pytest.mark.parametrize("dora", [False, True], ids=["LoRA", "DoRA"])
 def test_adapters_get_the_gradients_of_the_codes(recipe: str, dora: bool):
-    """Against the plain model that holds the dequantised weights: FP8 noise of inputs and gradients alone."""
     model = with_lora(frozen_llama(recipe), dora).eval()
     ids = tiny.tokens(4)
     tiny.loss_of(model, ids).backward()
@@ -189,7 +188,6 @@ def test_what_cannot_be_stored_is_said():
 
 @pytest.mark.parametrize("adapters", [False, True])
 def test_save_pretrained_writes_what_load_reads(adapters: bool, tmp_path):
-    """Of a base that was frozen under adapters, too, and is saved without them."""
     overrides, ids = {"*.down_proj*": "blockwise", "*.o_proj": "fp32"}, tiny.tokens(2)
     owner = model = frozen_llama(overrides=overrides).eval()
     if adapters:

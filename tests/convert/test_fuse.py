@@ -151,7 +151,6 @@ def test_casts_and_bytes_of_a_tiny_llama():
 
 
 def test_a_copy_reads_its_own_layers():
-    """That it trains as the original: tests/laws."""
     model = converted(LLAMA.build(), "delayed", fuse=True)
     step(model, LLAMA.batch())
     other: Any = copy.deepcopy(model)
@@ -178,7 +177,6 @@ def test_where_nothing_is_recognised_it_is_said_once_and_refused_when_strict(mon
 
 
 def test_layers_in_another_precision():
-    """A norm serves those in FP8; an MLP whose down-projection is not has nothing to write codes for."""
     family, overrides = LLAMA, {"*.k_proj": "bf16", "*.0.mlp.down_proj": "bf16"}
     models = [converted(copy.deepcopy(m), overrides=overrides, fuse=f) for m in [family.build()] for f in (False, None)]
     assert alike(family, models)
@@ -230,7 +228,6 @@ def _double(x: torch.Tensor) -> None:
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_what_a_hook_changes_is_what_follows(change: str):
-    """Also in place, between two layers that read one norm."""
     models, (place, put), batch = pair("llama"), CHANGES[change], LLAMA.batch()
     plain = step(models[1], batch)
     for model in models:

@@ -187,7 +187,6 @@ def test_gated_mlps_are_found_by_what_they_compute(make, found: list[str]):
 
 
 def test_a_layer_of_no_mlp_may_be_named():
-    """Beside others that read the same norm's codes, too."""
     model = converted(nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32)))
     fe.smooth(model, "1")
     assert smoothed(model) == ["1"]

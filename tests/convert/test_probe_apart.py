@@ -170,7 +170,6 @@ def test_several_threads_may_ask():
 
 
 def test_alike_modules_run_once(monkeypatch):
-    """80 blocks of Llama-70B's width cost what one costs."""
     ran = itertools.count()
     plain = LlamaMLP.forward
     monkeypatch.setattr(LlamaMLP, "forward", lambda self, x: (next(ran), plain(self, x))[1])

@@ -125,7 +125,6 @@ def test_with_its_scaling_state_it_is_not(recipe: str, scaling: str):
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("recipe", ["auto", "delayed"])
 def test_a_run_that_begins_is_not(recipe: str, optimizer: str):
-    """Weights loaded to be trained further; an optimizer that trained before fe.convert; another model's optimizer."""
     model, other = made(recipe), nn.Linear(WIDTH, WIDTH)
     model.load_state_dict(saved(recipe)["model"])
     for each in (other, model):

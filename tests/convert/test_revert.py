@@ -204,8 +204,6 @@ def test_attributes_of_the_user_stay():
 
 
 def test_after_a_first_forward_that_was_interrupted():
-    """Ctrl-C runs no forward hook: the layers are still watched."""
-
     class Interrupted(nn.Module):
         def __init__(self):
             super().__init__()
