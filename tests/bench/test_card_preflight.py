@@ -91,46 +91,32 @@ def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Machine:
 
 # What is planted, the check that finds it, and what is told.
 LACKS: dict[str, tuple[Callable[[Machine], None], str, tuple[str, ...]]] = {
-    "an old Python": (
-        lambda it: it.set(preflight, "OLDEST_PYTHON", (9, 0)), "python", ("make gpu PYTHON=",)),
-    "no driver": (
-        lambda it: it.set(preflight, "LIBRARY", "/nowhere/none.so"), "driver", ("no NVIDIA driver",)),
+    "an old Python": (lambda it: it.set(preflight, "OLDEST_PYTHON", (9, 0)), "python", ("make gpu PYTHON=",)),
+    "no driver": (lambda it: it.set(preflight, "LIBRARY", "/nowhere/none.so"), "driver", ("no NVIDIA driver",)),
     "a driver that finds no card": (
         lambda it: it.driver(status=100), "driver", ("cuInit: error 100", "CUDA_VISIBLE_DEVICES")),
-    "a driver where Triton does not look": (
-        Machine.hidden_driver, "driver", ("set TRITON_LIBCUDA_PATH",)),
-    "no torch": (
-        lambda it: it.without("torch"), "torch", (f"{sys.executable} has no torch: make gpu PYTHON=",)),
-    "no Triton": (
-        lambda it: it.without("triton"), "triton", (f"{sys.executable} has no triton: make gpu PYTHON=",)),
-    "an old torch": (
-        lambda it: it.version("torch", "2.10.0"), "torch", ("torch 2.10.0 is not of the versions",)),
-    "an old Triton": (
-        lambda it: it.version("triton", "3.5.1"), "triton", ("triton 3.5.1 is not of the versions",)),
-    "a new Triton": (
-        lambda it: it.version("triton", "3.10.0"), "triton", ("triton 3.10.0 is not of the versions",)),
+    "a driver where Triton does not look": (Machine.hidden_driver, "driver", ("set TRITON_LIBCUDA_PATH",)),
+    "no torch": (lambda it: it.without("torch"), "torch", (f"{sys.executable} has no torch: make gpu PYTHON=",)),
+    "no Triton": (lambda it: it.without("triton"), "triton", (f"{sys.executable} has no triton: make gpu PYTHON=",)),
+    "an old torch": (lambda it: it.version("torch", "2.10.0"), "torch", ("torch 2.10.0 is not of the versions",)),
+    "an old Triton": (lambda it: it.version("triton", "3.5.1"), "triton", ("triton 3.5.1 is not of the versions",)),
+    "a new Triton": (lambda it: it.version("triton", "3.10.0"), "triton", ("triton 3.10.0 is not of the versions",)),
     "a torch for CPUs": (
         lambda it: it.cuda(version=None, finds=False), "torch", ("is built without CUDA: pip install",)),
-    "a torch for AMD": (
-        lambda it: it.set(torch.version, "hip", "6.3"), "torch", ("AMD",)),
+    "a torch for AMD": (lambda it: it.set(torch.version, "hip", "6.3"), "torch", ("AMD",)),
     "a torch that is newer than the driver": (
         lambda it: it.cuda(version="13.0", finds=False), "torch",
         ("built for CUDA 13.0, and the driver knows CUDA 12.8", "install a newer driver, or a torch for CUDA 12")),
-    "a torch that does not find the card": (
-        lambda it: it.cuda(finds=False), "torch", ("torch.cuda.init()",)),
-    "no compiler": (
-        lambda it: it.compiler(), "compiler", ("no C compiler", "make gpu-pack")),
+    "a torch that does not find the card": (lambda it: it.cuda(finds=False), "torch", ("torch.cuda.init()",)),
+    "no compiler": (lambda it: it.compiler(), "compiler", ("no C compiler", "make gpu-pack")),
     "a compiler that is not there": (
         lambda it: it.compiler("/nowhere/cc"), "compiler", ("/nowhere/cc", "make gpu-pack")),
     "no headers": (
         lambda it: it.set(sysconfig, "get_paths", lambda scheme=None: {"include": "/nowhere"}), "compiler",
         ("no Python.h in /nowhere: install the headers",)),
-    "a compiler that does not compile": (
-        Machine.broken_compiler, "compiler", ("stdlib.h: No such file",)),
-    "a full disk": (
-        lambda it: it.disk(GIB // 2), "disk", ("0.5 GiB are free at", "--cache FOLDER")),
-    "a folder that cannot be written to": (
-        Machine.read_only, "disk", ("cannot be written to",)),
+    "a compiler that does not compile": (Machine.broken_compiler, "compiler", ("stdlib.h: No such file",)),
+    "a full disk": (lambda it: it.disk(GIB // 2), "disk", ("0.5 GiB are free at", "--cache FOLDER")),
+    "a folder that cannot be written to": (Machine.read_only, "disk", ("cannot be written to",)),
     "a card that others use": (
         lambda it: it.cuda(free=20.0), "memory", ("20.0 of the card's 80.0 GiB are free", "nvidia-smi")),
 }  # fmt: skip
