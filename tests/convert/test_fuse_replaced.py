@@ -1,6 +1,6 @@
 """Producers whose module is not what it was when fe.convert recognised it: what is there now is what computes.
 
-As in test_fuse_foreign.py two copies, with fuse=False and by default, are changed alike and compute the same.
+As in test_fuse.py two copies, with fuse=False and by default, are changed alike and compute the same.
 """
 
 import copy
