@@ -1,6 +1,7 @@
 """fe.amp.autocast: torch's where nothing is moved, the lists where something is; gradients, nesting, modules."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -10,29 +11,33 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch_tables import AutocastCPUTestLists, opened
 
 from fp8engine.amp.autocast import autocast
-from fp8engine.amp.lists import OpLists
+from fp8engine.amp.lists import UNLISTED, OpLists
 from fp8engine.errors import BackendError, OpListError, UnknownName, UnsupportedDtype
 
-TABLE = AutocastCPUTestLists("cpu")
-CASTS = [*TABLE.torch_16, *TABLE.nn_16, *TABLE.torch_fp32, *TABLE.nn_fp32]
-PROMOTES = [*TABLE.torch_need_autocast_promote, *TABLE.torch_expect_builtin_promote]  # with arguments of BF16, of FP16
-CASES = [(dtype, case) for dtype in (torch.bfloat16, torch.float16) for case in CASTS]
-CASES += [(torch.bfloat16, case[:2]) for case in PROMOTES] + [(torch.float16, (case[0], case[2])) for case in PROMOTES]
 HALF = torch.float16
+COMPARISONS = ("eq", "ge", "gt", "le", "lt", "ne")
+TABLE = AutocastCPUTestLists("cpu")
+CASTS = [("white", each) for each in TABLE.torch_16 + TABLE.nn_16]
+CASTS += [("black", each) for each in TABLE.torch_fp32 + TABLE.nn_fp32]
+PROMOTES = [("gray", each) for each in TABLE.torch_need_autocast_promote]  # with arguments of BF16, of FP16
+PROMOTES += [(UNLISTED.kind, each) for each in TABLE.torch_expect_builtin_promote]
+CASES = [(kind, dtype, case) for dtype in (torch.bfloat16, HALF) for kind, case in CASTS]
+CASES += [(kind, dtype, (case[0], case[i])) for kind, case in PROMOTES for i, dtype in ((1, torch.bfloat16), (2, HALF))]
 U = {torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}  # one rounding, relative
 
 
 @pytest.mark.parametrize("lists", [OpLists(), OpLists(black=["erfc"])], ids=["unchanged", "another moved"])
-@pytest.mark.parametrize(
-    ("dtype", "case"), CASES, ids=lambda value: value[0] if isinstance(value, tuple) else str(value)
-)
-def test_what_no_list_moves_is_as_under_torch_autocast(dtype: torch.dtype, case: tuple, lists: OpLists):
-    _, function, args, kwargs = opened(case)
+@pytest.mark.parametrize(("kind", "dtype", "case"), CASES, ids=lambda v: v[0] if isinstance(v, tuple) else str(v))
+def test_what_no_list_moves_is_as_under_torch_autocast(kind: str, dtype: torch.dtype, case: tuple, lists: OpLists):
+    name, function, args, kwargs = opened(case)
     with torch.autocast("cpu", dtype=dtype):
         want = function(*args, **kwargs)
     with autocast("cpu", dtype=dtype, lists=lists):
         got = function(*args, **kwargs)
-    for ours, theirs in zip(*(v if isinstance(v, tuple) else (v,) for v in (got, want)), strict=True):
+    got, want = (each if isinstance(each, tuple) else (each,) for each in (got, want))
+    assert lists.where(name, "cpu").kind == kind
+    assert want[0].dtype == (torch.bool if name in COMPARISONS else dtype if kind == "white" else torch.float32)
+    for ours, theirs in zip(got, want, strict=True):
         assert ours.dtype == theirs.dtype
         torch.testing.assert_close(ours, theirs, rtol=0, atol=0, equal_nan=True)
 
@@ -100,34 +105,31 @@ def test_what_is_cast_and_what_is_left_alone(case: str):
 
 def test_a_batch_norm_in_16_bits_keeps_its_running_statistics():
     norm, inputs = nn.BatchNorm1d(4), torch.randn(64, 4)
+    running: Any = norm.running_mean
     with autocast("cpu", dtype=torch.bfloat16, lists=OpLists(white=["batch_norm"])):
         assert norm(inputs).dtype == torch.bfloat16
     # 0.9 * 0 + 0.1 * mean of the rounded inputs, in FP32: 64 additions
-    want = 0.1 * inputs.bfloat16().double().mean(0)
-    assert norm.running_mean is not None
-    torch.testing.assert_close(norm.running_mean.double(), want, rtol=0, atol=64 * 2.0**-24)
+    torch.testing.assert_close(running.double(), 0.1 * inputs.bfloat16().double().mean(0), rtol=0, atol=64 * 2.0**-24)
 
 
-def test_an_embedding_with_a_largest_norm_renormalises_its_weight():
-    for kind in (nn.Embedding, nn.EmbeddingBag):
-        layer = kind(3, 4, max_norm=1.0)
-        nn.init.constant_(layer.weight, 10.0)
-        with autocast("cpu", torch.float16, lists=OpLists(white=["embedding", "embedding_bag"])):
-            y = layer(torch.tensor([[0, 1]]))
-        assert y.dtype == torch.float16
-        # The norm is divided by itself + 1e-7, and rounded a few times.
-        torch.testing.assert_close(layer.weight.norm(dim=1), torch.tensor([1.0, 1.0, 20.0]), rtol=2.0**-20, atol=0)
+@pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
+def test_an_embedding_with_a_largest_norm_renormalises_its_weight(kind: Any):
+    layer = kind(3, 4, max_norm=1.0)
+    nn.init.constant_(layer.weight, 10.0)
+    with autocast("cpu", torch.float16, lists=OpLists(white=["embedding", "embedding_bag"])):
+        assert layer(torch.tensor([[0, 1]])).dtype == torch.float16
+    # The norm is divided by itself + 1e-7, and rounded a few times.
+    torch.testing.assert_close(layer.weight.norm(dim=1), torch.tensor([1.0, 1.0, 20.0]), rtol=2.0**-20, atol=0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_gradients_under_changed_lists_against_float64(dtype: torch.dtype):
     given = torch.rand(8, 16, requires_grad=True), torch.rand(16, 16, requires_grad=True)
     exact = [value.detach().double().requires_grad_() for value in given]
+    loss = lambda a, b: (torch.tanh(a @ b / 16) * a).sum()  # noqa: E731
     with autocast("cpu", dtype=dtype, lists=OpLists(black=["matmul"], white=["tanh"], gray=["mul"])):
-        loss = (torch.tanh(given[0] @ given[1] / 16) * given[0]).sum()
-    ours = torch.autograd.grad(loss, given)
-    theirs = torch.autograd.grad((torch.tanh(exact[0] @ exact[1] / 16) * exact[0]).sum(), exact)
-    for got, want in zip(ours, theirs, strict=True):
+        ours = torch.autograd.grad(loss(*given), given)
+    for got, want in zip(ours, torch.autograd.grad(loss(*exact), exact), strict=True):
         assert got.dtype == torch.float32
         # hidden, tanh, its gradient in and out and 1 - tanh^2 (twice) are rounded to 16 bits, six in all, all of
         # one sign: 6 u of the sum of magnitudes, of which the largest gradient is one; the products are FP32
@@ -169,8 +171,6 @@ def test_an_object_serves_again_nested_in_itself_after_an_error_and_as_a_decorat
     with pytest.raises(ZeroDivisionError), amp:
         _ = 1 / 0
     assert not torch.is_autocast_enabled("cpu")
-    with amp:
-        assert x.softmax(-1).dtype == HALF
     assert deep(2) == [HALF] * 3
     assert deep.__doc__ == "Says what it is."
     assert x.softmax(-1).dtype == torch.float32
@@ -245,18 +245,16 @@ def test_on_cuda_the_same_lists_hold(fake_cuda):
     with FakeTensorMode():
         a = torch.empty(4, 4, device="cuda")
         with autocast(lists=OpLists(white=["softmax"], black=["matmul", "binary_cross_entropy"], gray=["linear"])):
-            assert a.softmax(-1).dtype == HALF
-            assert (a.half() @ a).dtype == torch.float32
-            assert F.linear(a, a.half()).dtype == torch.float32
-            assert torch.mm(a, a).dtype == HALF  # not moved: torch's
-            assert a.half().exp().dtype == torch.float32
+            moved = a.softmax(-1), a.half() @ a, F.linear(a, a.half())
+            assert [y.dtype for y in moved] == [HALF, torch.float32, torch.float32]
+            assert (torch.mm(a, a).dtype, a.half().exp().dtype) == (HALF, torch.float32)  # torch's
             assert torch.empty(4, 4).softmax(-1).dtype == torch.float32  # a CPU tensor
             assert F.binary_cross_entropy(a.half(), a.half()).dtype == torch.float32  # banned, unless it is listed
         with autocast(), pytest.raises(RuntimeError, match="unsafe to autocast"):
             F.binary_cross_entropy(a.half(), a.half())
 
 
-def test_a_v100_takes_fp16_and_refuses_bf16_with_the_remedy(fake_cuda):
+def test_a_v100_takes_fp16_and_refuses_bf16_with_the_remedy(fake_cuda: list):
     fake_cuda[0] = (7, 0)
     with FakeTensorMode(), autocast():
         assert torch.mm(*torch.empty(2, 4, 4, device="cuda")).dtype == HALF

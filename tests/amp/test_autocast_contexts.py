@@ -2,6 +2,7 @@
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -39,13 +40,10 @@ def nested(x: torch.Tensor) -> list[torch.Tensor]:
             return [*results, x.softmax(-1)]
 
 
-decorated = amp(body)
-
-
+@pytest.mark.usefixtures("fresh")
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-@pytest.mark.parametrize("function", [inside, inside_with_new_lists, nested, decorated])
+@pytest.mark.parametrize("function", [inside, inside_with_new_lists, nested, amp(body)])
 def test_compiled_whole_it_computes_the_same(function, backend: str):
-    torch._dynamo.reset()
     found = []
     for call in (function, torch.compile(function, fullgraph=True, backend=backend)):
         x = torch.randn(4, 4, generator=torch.manual_seed(1), requires_grad=True)
@@ -59,27 +57,19 @@ def test_compiled_whole_it_computes_the_same(function, backend: str):
     assert (ours - theirs).abs().max() <= (0 if backend == "eager" else 2.0**-11 * theirs.abs().max())
 
 
+@pytest.mark.usefixtures("fresh")
 def test_around_a_compiled_function():
-    torch._dynamo.reset()
-    compiled = torch.compile(body, fullgraph=True, backend="aot_eager")
-    x = torch.randn(4, 4)
-    with amp:
-        assert [value.dtype for value in compiled(x)] == WANT
-    assert [value.dtype for value in compiled(x)] == [torch.float32] * 4  # compiled again: the mode is guarded
-    with amp:
-        assert [value.dtype for value in compiled(x)] == WANT
+    compiled, x = torch.compile(body, fullgraph=True, backend="aot_eager"), torch.randn(4, 4)
+    for on in (True, False, True):  # compiled again: the mode is guarded
+        with amp if on else nullcontext():
+            assert [value.dtype for value in compiled(x)] == (WANT if on else [torch.float32] * 4)
 
 
+@pytest.mark.usefixtures("fresh")
 def test_what_a_function_hides_is_said_while_compiling():
-    torch._dynamo.reset()
-    q = torch.randn(1, 2, 4, 8)
-
-    @amp
-    def attend(q):
-        return F.scaled_dot_product_attention(q, q, q)
-
+    attend = torch.compile(amp(lambda q: F.scaled_dot_product_attention(q, q, q)), fullgraph=True, backend="eager")
     with pytest.warns(UserWarning, match="'matmul' is black in these OpLists, but scaled_dot_product_attention"):
-        assert torch.compile(attend, fullgraph=True, backend="eager")(q).dtype == torch.float16
+        assert attend(torch.randn(1, 2, 4, 8)).dtype == torch.float16
 
 
 def dtypes(x: torch.Tensor) -> tuple[torch.dtype, torch.dtype]:
@@ -110,10 +100,10 @@ def test_one_object_in_two_threads_gives_each_its_own_state_back():
 
 
 def test_replicas_of_a_decorated_forward_have_their_lists():
-    """What nn.DataParallel does with its replicas, which it refuses to make without cards."""
-    run, x = amp(lambda x: [value.dtype for value in body(x)]), torch.randn(4, 4)
+    # What nn.DataParallel does with its replicas, which it refuses to make without cards.
+    run = amp(lambda x: [value.dtype for value in body(x)])
     with ThreadPoolExecutor(4) as pool:
-        assert list(pool.map(run, [x] * 4)) == [WANT] * 4
+        assert list(pool.map(run, [torch.randn(4, 4)] * 4)) == [WANT] * 4
 
 
 class Block(nn.Module):
@@ -142,24 +132,21 @@ def plain(block, x):
         return block(x)
 
 
+@pytest.mark.parametrize("outside", [False, True])
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_a_checkpointed_decorated_block_recomputes_under_its_lists(reentrant: bool):
-    want = gradients(plain, Block())
-    for outside in (False, True):
-        block = Block()
+def test_a_checkpointed_decorated_block_recomputes_under_its_lists(reentrant: bool, outside: bool):
+    def run(block, x):
+        with autocast("cpu", dtype=torch.bfloat16, enabled=outside):
+            return checkpoint(amp(block), x, use_reentrant=reentrant)
 
-        def run(block, x, outside=outside):
-            with autocast("cpu", dtype=torch.bfloat16, enabled=outside):
-                return checkpoint(amp(block), x, use_reentrant=reentrant)
-
-        assert all(map(torch.equal, gradients(run, block), want))
-        assert block.dtypes == [(torch.float32, torch.float16)] * 2
+    block = Block()
+    assert all(map(torch.equal, gradients(run, block), gradients(plain, Block())))
+    assert block.dtypes == [(torch.float32, torch.float16)] * 2
 
 
 def test_keep_lists_recomputes_under_all_surrounding_lists():
-    outer = autocast("cpu", dtype=torch.float16, lists=OpLists(white=["softmax"], black=["exp"]))
-
     def twice(block, x, **how):
+        outer = autocast("cpu", dtype=torch.float16, lists=OpLists(white=["softmax"], black=["exp"]))
         with outer, autocast("cpu", lists=OpLists(black=["matmul"])):
             return checkpoint(block, x, use_reentrant=False, **how)
 
@@ -172,32 +159,26 @@ def test_keep_lists_recomputes_under_all_surrounding_lists():
 
 
 def test_keep_lists_allows_two_backward_passes():
-    block, x = Block(), torch.randn(4, 8, requires_grad=True)
+    block = Block()
     with amp:
-        loss = checkpoint(block, x, use_reentrant=False, context_fn=keep_lists).sum()
+        loss = checkpoint(block, torch.randn(4, 8), use_reentrant=False, context_fn=keep_lists).sum()
     loss.backward(retain_graph=True)
     loss.backward()
     assert block.dtypes == [(torch.float32, torch.float16)] * 3
 
 
+@pytest.mark.usefixtures("fresh")
 def test_a_compiled_block_checkpointed_has_its_lists():
-    torch._dynamo.reset()
-    block = nn.Linear(8, 8, bias=False)
-    compiled = torch.compile(amp(lambda x: F.linear(x, block.weight).exp()), fullgraph=True, backend="aot_eager")
-    x = torch.randn(4, 8)
-    want = torch.autograd.grad(F.linear(x, block.weight).exp().sum(), block.weight)[0]
-    got = checkpoint(compiled, x, use_reentrant=False)
+    x, weight = torch.randn(4, 8), torch.randn(8, 8, requires_grad=True)
+    function = lambda x: F.linear(x, weight).exp()  # noqa: E731
+    got = checkpoint(torch.compile(amp(function), fullgraph=True, backend="aot_eager"), x, use_reentrant=False)
     assert got.dtype == torch.float32
-    assert torch.equal(torch.autograd.grad(got.sum(), block.weight)[0], want)
+    assert all(map(torch.equal, *(torch.autograd.grad(y.sum(), weight) for y in (got, function(x)))))
 
 
+@pytest.mark.usefixtures("fresh")
 def test_a_checkpoint_in_a_compiled_function_loses_the_lists_as_documented():
-    torch._dynamo.reset()
-
-    def checkpointed(x):
-        with autocast("cpu", dtype=torch.float16, lists=LISTS):
-            return checkpoint(lambda x: x @ x, x, use_reentrant=False)
-
+    checkpointed = amp(lambda x: checkpoint(lambda x: x @ x, x, use_reentrant=False))
     x = torch.ones(4, 4, requires_grad=True)
     assert checkpointed(x).dtype == torch.float32
     # Dynamo in torch 2.13 drops function modes there.  Red once it keeps them: then autocast's docstring changes, too.

@@ -5,15 +5,17 @@ below half of its smallest number, 2^-24, and vanish; scaled, they are those of 
 """
 
 import copy
+import functools
 import inspect
 import pickle
 from collections import OrderedDict, deque
-from dataclasses import dataclass
+from dataclasses import make_dataclass
 from typing import Any
 
 import pytest
 import torch
 from overflow_cases import Part
+from scaled_run import decorated_step
 from torch import nn
 from torch.nn.utils import parametrizations
 
@@ -25,8 +27,6 @@ from fp8engine.amp.overflow import find_overflow
 from fp8engine.amp.pin import pin_fp32
 from fp8engine.amp.scaler import GradScaler
 from fp8engine.errors import OptimizerError
-
-LEVELS = ["O1", "O2"]
 
 
 class Net(nn.Module):
@@ -51,66 +51,69 @@ def sgd(model: Any, lr: float = 0.05) -> Any:
     return torch.optim.SGD(model.parameters(), lr=lr)
 
 
-def data() -> tuple[torch.Tensor, torch.Tensor]:
-    x = torch.randn(64, 8, generator=torch.Generator().manual_seed(1))
-    return x, x[:, :1] * 0.5 - x[:, 1:2]
+def start(level: str = "O1", faint: float = 1.0, lr: float = 0.05, **given: Any) -> tuple[Any, Any]:
+    model = Net(faint)
+    return decorate(model, sgd(model, lr), level=level, **given)
+
+
+X = torch.randn(64, 8, generator=torch.Generator().manual_seed(1))
+WANTED = X[:, :1] * 0.5 - X[:, 1:2]
+
+
+def loss_of(model: Any) -> torch.Tensor:
+    return (model(X)["y"] - WANTED).square().mean()
 
 
 def train(model: Any, optimizer: Any, steps: int = 60, faint: float = 1.0) -> list[float]:
     """A plain script, but for `optimizer.backward(loss)` where decorate has made the optimizer."""
-    x, wanted = data()
     losses, backward = [], getattr(optimizer, "backward", torch.Tensor.backward)
     for _ in range(steps):
         optimizer.zero_grad()
-        loss = (model(x)["y"] - wanted * faint).square().mean() / faint
+        loss = (model(X)["y"] - WANTED * faint).square().mean() / faint
         backward(loss)
         optimizer.step()
         losses.append(loss.item() / faint)
     return losses
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("level", LEVELS)
-def test_one_line_trains_as_fp32_does(level: str, dtype: torch.dtype):
+@functools.cache
+def reference() -> list[float]:
+    """Losses in FP32."""
     plain = Net()
-    reference = train(plain, sgd(plain))
-    model = Net()
-    model, optimizer = decorate(model, sgd(model), level=level, dtype=dtype)
+    return train(plain, sgd(plain))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_one_line_trains_as_fp32_does(level: str, dtype: torch.dtype):
+    model, optimizer = start(level, dtype=dtype)
     losses = train(model, optimizer)
     assert model.seen == dtype
     # Four matmuls whose operands are rounded by u, relative, and FP16's first two steps, skipped until the scale fits
     # (a step changes the loss by under 2^-11 of the first at the end): within 4 u of the first loss.
     u = 2.0**-11 if dtype == torch.float16 else 2.0**-8
-    assert reference[-1] < reference[0] / 20
-    assert abs(losses[-1] - reference[-1]) < 4 * u * reference[0]
+    assert reference()[-1] < reference()[0] / 20
+    assert abs(losses[-1] - reference()[-1]) < 4 * u * reference()[0]
     assert optimizer.scaler.is_enabled() == (dtype == torch.float16)
 
 
-@pytest.mark.parametrize("level", LEVELS)
 def test_gradients_that_underflow_train_with_the_scaler_only(level: str):
-    plain, losses = Net(), {}
-    reference = train(plain, sgd(plain))
-    for scaler in (True, False):
-        model = Net(faint=2.0**-24)
-        model, optimizer = decorate(model, sgd(model, 0.05 * 2.0**24), level=level, scaler=scaler)
-        losses[scaler] = train(model, optimizer, faint=2.0**-24)
-    assert losses[False] == losses[False][:1] * 60, "not one weight has moved"
-    assert losses[True][-1] < losses[True][0] / 20
-    assert abs(losses[True][-1] - reference[-1]) < 4 * 2.0**-11 * reference[0]  # as above
+    scaled, unscaled = (
+        train(*start(level, 2.0**-24, 0.05 * 2.0**24, scaler=scaler), faint=2.0**-24) for scaler in (True, False)
+    )
+    assert unscaled == unscaled[:1] * 60, "not one weight has moved"
+    assert scaled[-1] < scaled[0] / 20
+    assert abs(scaled[-1] - reference()[-1]) < 4 * 2.0**-11 * reference()[0]  # as above
 
 
 def test_an_optimizer_alone():
     model = Net()
     optimizer: Any = decorate(sgd(model))
     assert torch.optim.Optimizer in type(optimizer).__mro__
-    x, wanted = data()
     losses = []
     for _ in range(40):
-        optimizer.zero_grad()
         with torch.autocast("cpu", torch.float16):
-            loss = (model(x)["y"].float() - wanted).square().mean()
-        optimizer.backward(loss)
-        optimizer.step()
+            loss = (model(X)["y"].float() - WANTED).square().mean()
+        decorated_step(optimizer, loss)
         losses.append(loss.item())
     assert losses[-1] < losses[0] / 10
     assert optimizer.scaler.stats.iterations == 40
@@ -124,36 +127,32 @@ def test_models_stay_what_they_were():
     same, optimizer = decorate(model, sgd(model), level="O2")
     assert same is model
     assert isinstance(model, Net)
-    assert type(model).__name__ == "Net"
     assert inspect.signature(model.forward) == inspect.signature(plain.forward)
     assert list(model.state_dict()) == list(plain.state_dict())
     assert all(a is b for a, b in zip(parameters, model.parameters(), strict=True))
     assert torch.equal(optimizer.param_groups[0]["params"][0], original), "masters start from the FP32 weights"
     assert torch.equal(model.down.weight, original.half())
-    output = model(data()[0], flag=True)
+    output = model(X, flag=True)
     assert output["kept"] is True
     assert heard == [1]
     model.load_state_dict(plain.state_dict())
     with torch.no_grad():
-        assert not model.eval()(data()[0])["y"].requires_grad
+        assert not model.eval()(X)["y"].requires_grad
 
 
 @pytest.mark.parametrize("way", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
 def test_copies_keep_the_precision_and_leave_the_scale(way):
-    model = Net()
-    model, _ = decorate(model, sgd(model), level="O2")
+    model, _ = start("O2")
     twin = way(model)
-    x = data()[0]
-    assert torch.equal(twin(x)["y"], model(x)["y"])
-    twin(x)["y"].sum().backward()
+    assert torch.equal(twin(X)["y"], model(X)["y"])
+    twin(X)["y"].sum().backward()
     assert float(twin.up.bias.grad) == 64.0, "the rows of the batch, and no scale"
 
 
 @pytest.mark.parametrize(("level", "wanted"), [("O1", torch.float32), ("O2", torch.float16)])
 def test_inputs_are_cast_as_the_weights_are(level: str, wanted: torch.dtype):
-    """In tuples and keywords too; FP64 and integers are left."""
     fc, seen = nn.Linear(4, 4), []
-    model: Any = Part(lambda given: (seen.extend(x.dtype for x in given), fc(given[0]))[1], fc=fc)
+    model: Any = Part(lambda x: (seen.extend(each.dtype for each in x), fc(x[0]))[1], fc=fc)
     decorate(model, level=level)
     given = torch.ones(2, 4), torch.ones(2, dtype=torch.float64), torch.ones(2, dtype=torch.int64)
     model(given)
@@ -180,8 +179,7 @@ def test_o2_keeps_norms_and_their_arithmetic_in_fp32():
         module.register_forward_pre_hook(lambda m, args: seen.append(args[0].dtype))
     model, optimizer = decorate(model, sgd(model), level="O2", scaler=GradScaler("cpu", 16.0))
     running: Any = model[1].running_mean
-    optimizer.backward(model(torch.randn(2, 3, 8, 8)).square().mean())
-    optimizer.step()
+    decorated_step(optimizer, model(torch.randn(2, 3, 8, 8)).square().mean())
     assert [module.weight.dtype for module in model] == [torch.float16] + [torch.float32] * 5
     assert seen == [torch.float16] * 5, "between the layers it is FP16"
     assert running.dtype == torch.float32
@@ -203,18 +201,16 @@ def test_o2_computes_parametrized_weights_in_fp32(kind: Any):
 
 
 @pytest.mark.parametrize("excluded", EXCLUDED)
-def test_excluded_layers_stay_in_fp32(excluded: Any):
-    for level in LEVELS:
-        model, ran = Net(), {}
-        layers, scaler = [excluded, model.down], GradScaler("cpu", 16.0)
-        model, optimizer = decorate(model, sgd(model), level=level, excluded_layers=layers, scaler=scaler)
-        linears: Any = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
-        for name, module in linears.items():
-            module.register_forward_hook(lambda m, args, y, name=name, ran=ran: ran.update({name: y.dtype}))
-        optimizer.backward(model(data()[0])["y"].square().mean())
-        optimizer.step()
-        assert {name for name, dtype in ran.items() if dtype == torch.float32} == {"down", *EXCLUDED[excluded]}
-        assert model.down.weight.dtype == torch.float32
+def test_excluded_layers_stay_in_fp32(excluded: Any, level: str):
+    model: Any = Net()
+    ran, layers, scaler = {}, [excluded, model.down], GradScaler("cpu", 16.0)
+    model, optimizer = decorate(model, sgd(model), level=level, excluded_layers=layers, scaler=scaler)
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear):
+            module.register_forward_hook(lambda m, args, y, name=name: ran.update({name: y.dtype}))  # pyright: ignore
+    decorated_step(optimizer, model(X)["y"].square().mean())
+    assert {name for name, dtype in ran.items() if dtype == torch.float32} == {"down", *EXCLUDED[excluded]}
+    assert model.down.weight.dtype == torch.float32
 
 
 def test_tied_weights_stay_tied_and_a_kept_owner_wins():
@@ -223,19 +219,18 @@ def test_tied_weights_stay_tied_and_a_kept_owner_wins():
     model, _ = decorate(model, sgd(model), level="O2", excluded_layers="blocks.0")
     assert model.blocks[1].weight is model.blocks[0].weight
     assert model.blocks[1].weight.dtype == torch.float32
-    model(data()[0])["y"].sum().backward()
+    model(X)["y"].sum().backward()
 
 
 def test_resume_of_a_decorated_run_is_exact():
-    def start() -> tuple[Any, Any]:
-        model = Net()
-        scaler = GradScaler("cpu", 4096.0, growth_interval=3)
+    def begin() -> tuple[Any, Any]:
+        model, scaler = Net(), GradScaler("cpu", 4096.0, growth_interval=3)
         return decorate(model, torch.optim.AdamW(model.parameters(), lr=0.01), level="O2", scaler=scaler)
 
-    model, optimizer = start()
+    model, optimizer = begin()
     train(model, optimizer, 5)
     saved = pickle.loads(pickle.dumps((model.state_dict(), optimizer.state_dict())))
-    other, resumed = start()
+    other, resumed = begin()
     other.load_state_dict(saved[0])
     resumed.load_state_dict(saved[1])
     assert train(model, optimizer, 5) == train(other, resumed, 5)
@@ -245,11 +240,10 @@ def test_resume_of_a_decorated_run_is_exact():
 
 def test_lists_of_models_and_optimizers_share_one_scaler():
     models = [Net(), Net()]
-    given = [sgd(model) for model in models]
-    made, optimizers = decorate(models, given, scaler=GradScaler("cpu", 16.0, growth_interval=1))
+    scaler = GradScaler("cpu", 16.0, growth_interval=1)
+    made, optimizers = decorate(models, [sgd(model) for model in models], scaler=scaler)
     assert made == models
-    x = data()[0]
-    optimizers[1].backward((models[0](x)["y"] + models[1](x)["y"]).square().mean())
+    optimizers[1].backward((models[0](X)["y"] + models[1](X)["y"]).square().mean())
     optimizers[0].step()
     with pytest.raises(OptimizerError, match="second step"):
         optimizers[0].step()
@@ -259,10 +253,8 @@ def test_lists_of_models_and_optimizers_share_one_scaler():
 
 
 def test_clipping_knows_the_scale():
-    model = Net()
-    model, optimizer = decorate(model, sgd(model), scaler=GradScaler("cpu", 64.0))
-    x, wanted = data()
-    optimizer.backward((model(x)["y"] - wanted).square().mean())
+    model, optimizer = start(scaler=GradScaler("cpu", 64.0))
+    optimizer.backward(loss_of(model))
     true = torch.stack([p.grad.norm() / 64 for p in model.parameters()]).norm()
     # two sums of squares in another order, 6 parameters: a few roundings
     torch.testing.assert_close(optimizer.clip_grad_norm_(0.5), true, rtol=1e-6, atol=0)
@@ -270,52 +262,41 @@ def test_clipping_knows_the_scale():
     torch.testing.assert_close(clipped, torch.tensor(0.5), rtol=1e-5, atol=0)
     optimizer.step()
     optimizer.zero_grad()
-    optimizer.backward((model(x)["y"] - wanted).square().mean())
+    optimizer.backward(loss_of(model))
     nn.utils.clip_grad_norm_(model.parameters(), 0.5)
     with pytest.raises(OptimizerError, match="changed while it held the loss scale"):
         optimizer.step()
 
 
 def test_a_batch_may_be_given_up_after_it_was_unscaled():
-    """Its Inf lowers the scale as a skipped step's does, and the next batch begins anew."""
     models = [Net(), Net()]
     _, optimizers = decorate(models, [sgd(model) for model in models], scaler=GradScaler("cpu", 64.0))
-    scales = []
     for worse in (1e38, 1.0):
-        loss = sum(model(data()[0])["y"].square().mean() for model in models) * worse
-        optimizers[0].backward(loss)
+        optimizers[0].backward(sum(model(X)["y"].square().mean() for model in models) * worse)
         norms = [optimizer.clip_grad_norm_(0.5) for optimizer in optimizers]
         for norm, optimizer in zip(norms, optimizers, strict=True):
             if norm.isfinite():
                 optimizer.step()
             optimizer.zero_grad()
-        scales.append(optimizers[0].scaler.get_scale())
-    assert scales == [32.0, 32.0]
+        assert optimizers[0].scaler.get_scale() == 32.0
 
 
 def test_the_overflow_finder_counts_steps_without_a_scale_too():
-    model, optimizer = decorate(model := Net(), sgd(model), dtype=torch.bfloat16)
+    model, optimizer = start(dtype=torch.bfloat16)
     with find_overflow(model, optimizer) as watch:
         for worse in (1.0, 1.0, torch.inf):
-            optimizer.backward(model(data()[0] * worse)["y"].square().mean())
+            optimizer.backward(model(X * worse)["y"].square().mean())
             optimizer.step()
     assert watch.report().findings[0].step == 2
 
 
 def test_changed_lists_reach_the_forward():
-    model = Net()
-    decorate(model, lists=OpLists(black=["layer_norm", "relu", "add"]))
-    model(data()[0])
+    model: Any = decorate(Net(), lists=OpLists(black=["layer_norm", "relu", "add"]))
+    model(X)
     assert model.seen == torch.float32
 
 
-@dataclass(frozen=True, slots=True)
-class Output:
-    """As a model returns it; `again` may hold it itself."""
-
-    y: torch.Tensor
-    rest: dict[str, Any]
-    again: list
+Output: Any = make_dataclass("Output", ["y", "rest", "again"], frozen=True, slots=True)  # `again` may hold it itself
 
 
 class Returns(nn.Module):
@@ -333,7 +314,6 @@ class Returns(nn.Module):
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("level", LEVELS)
 def test_a_dataclass_comes_back_in_fp32(level: str, dtype: torch.dtype):
     model: Any = decorate(Returns(), level=level, dtype=dtype)
     output = model(torch.ones(2, 4))
@@ -346,14 +326,10 @@ def test_a_dataclass_comes_back_in_fp32(level: str, dtype: torch.dtype):
         assert model(torch.ones(2, 4)) is model.made, "nothing to cast"
 
 
-class Pair(tuple):
-    """A tuple of a class of its own."""
-
-
-@pytest.mark.parametrize("kind", [dict, OrderedDict, type("Own", (dict,), {}), list, deque, tuple, Pair])
+@pytest.mark.parametrize(
+    "kind", [dict, OrderedDict, type("Own", (dict,), {}), list, deque, tuple, type("Pair", (tuple,), {})]
+)
 def test_a_container_of_any_class_is_cast(kind: Any):
-    """What a model returns, and what an excluded layer is given."""
-
     class Inside(nn.Linear):
         def forward(self, given):
             (y,) = given.values() if isinstance(given, dict) else given

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from scaled_run import decorated_step
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
@@ -36,6 +37,11 @@ def net() -> Any:
 
 def sgd(model: nn.Module) -> torch.optim.SGD:
     return torch.optim.SGD(model.parameters(), lr=0.05)
+
+
+def start(level: str = "O1", **given: Any) -> tuple[Any, Any]:
+    model = net()
+    return decorate(model, sgd(model), level=level, **given)
 
 
 def patched(module: Any) -> Any:
@@ -78,8 +84,7 @@ def test_refusals_leave_all_as_it_was(error, word, call):
 
 
 def test_decorated_once_and_stepped_by_one_scaler():
-    model = net()
-    model, optimizer = decorate(model, sgd(model))
+    model, optimizer = start()
     for whole in (model, nn.Sequential(model)):
         with pytest.raises(ConversionError, match="decorated already"):
             decorate(whole, sgd(model))
@@ -132,23 +137,19 @@ assert not [name for name in sys.modules if name.startswith("fp8engine.kernels")
 """
 
 
-@pytest.mark.parametrize("level", ["O1", "O2"])
 def test_schedulers_made_before_or_after(level: str):
     model = net()
     optimizer = sgd(model)
     before = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
     model, optimizer = decorate(model, optimizer, level=level, scaler=GradScaler("cpu", 16.0))
     after = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
-    optimizer.backward(model(torch.ones(2, 8)).sum())
-    optimizer.step()
+    decorated_step(optimizer, model(torch.ones(2, 8)).sum())
     before.step()
     after.step()
     assert optimizer.param_groups[0]["lr"] == 0.05 / 4
 
 
-@pytest.mark.parametrize("level", ["O1", "O2"])
 def test_hooks_of_steps_run_once_a_step_that_is_not_skipped(level: str):
-    """Registered on either optimizer, and on all; they see the weights that the step has made, masters or not."""
     model, seen = net(), []
     plain = sgd(model)
     plain.register_step_pre_hook(lambda *_: seen.append("before"))
@@ -157,9 +158,7 @@ def test_hooks_of_steps_run_once_a_step_that_is_not_skipped(level: str):
     optimizer.register_step_post_hook(lambda *_: seen.append(weight.detach().clone()))
     everywhere = register_optimizer_step_post_hook(lambda *_: seen.append("all"))
     for x in (1.0, torch.inf):
-        optimizer.zero_grad()
-        optimizer.backward(model(torch.full((2, 8), x)).sum())
-        optimizer.step()
+        decorated_step(optimizer, model(torch.full((2, 8), x)).sum())
     everywhere.remove()
     assert (seen[0], seen[2:]) == ("before", ["all"])
     assert torch.equal(seen[1], weight)
@@ -174,7 +173,7 @@ def test_fp16_needs_no_triton_and_no_bf16():
 
 def work(rank: int, ranks: int, level: str) -> list:
     """One of two processes; rank 1's gradient overflows once, and both must skip."""
-    model, optimizer = decorate(model := net(), sgd(model), level=level, scaler=GradScaler("cpu", 256.0))
+    model, optimizer = start(level, scaler=GradScaler("cpu", 256.0))
     parallel = nn.parallel.DistributedDataParallel(model)
     x = torch.randn(4, 16, 8, generator=torch.Generator().manual_seed(7))
     for step in range(4):
@@ -189,7 +188,6 @@ def work(rank: int, ranks: int, level: str) -> list:
 
 @pytest.mark.few(1)
 @pytest.mark.slow
-@pytest.mark.parametrize("level", ["O1", "O2"])
 def test_under_distributed_data_parallel(level: str):
     first, second = run(work, 2, level)
     assert first[0] == second[0] == 1
@@ -198,26 +196,19 @@ def test_under_distributed_data_parallel(level: str):
 
 
 def test_threads_of_data_parallel_see_their_own_replica():
-    """nn.DataParallel's replicas on a CPU: shallow copies without parameters, run by threads."""
-    model = net()
-    model, _ = decorate(model, sgd(model), scaler=GradScaler("cpu", 16.0))
+    model, _ = start(scaler=GradScaler("cpu", 16.0))
     replica = model._replicate_for_data_parallel()
     replica.down = nn.Linear(8, 32)
     nn.init.zeros_(replica.down.weight)
-    x = torch.ones(2, 8)
-    assert not torch.equal(replica(x), model(x))
+    assert not torch.equal(replica(torch.ones(2, 8)), model(torch.ones(2, 8)))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("level", ["O1", "O2"])
 def test_under_torch_compile(level: str):
-    model = net()
-    model, optimizer = decorate(model, sgd(model), level=level, scaler=GradScaler("cpu", 64.0))
+    model, optimizer = start(level, scaler=GradScaler("cpu", 64.0))
     compiled, losses = torch.compile(model, backend="aot_eager", fullgraph=True), []
     for _ in range(20):
-        optimizer.zero_grad()
         loss = (compiled(torch.ones(4, 8)) - 1).square().mean()
-        optimizer.backward(loss)
-        optimizer.step()
+        decorated_step(optimizer, loss)
         losses.append(loss.item())
     assert losses[-1] < losses[0] / 3

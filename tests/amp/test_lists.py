@@ -1,4 +1,4 @@
-"""The lists are torch's own: by torch's dispatcher, by what torch computes, and with what a user moves."""
+"""The lists are torch's own, by torch's dispatcher and its tests; by what it computes: test_autocast.py."""
 
 import copy
 import pickle
@@ -6,12 +6,10 @@ import pickle
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch_tables import AutocastCPUTestLists, AutocastTestLists, opened
+from torch_tables import AutocastTestLists
 
 from fp8engine.amp.lists import KINDS, UNLISTED, OpLists, canonical, defaults
 from fp8engine.errors import OpListError, UnknownName
-
-CPU = AutocastCPUTestLists("cpu")
 
 
 def operators_of(key: str) -> set[str]:
@@ -34,21 +32,6 @@ def test_the_lists_hold_just_what_torch_registers_each_with_a_reason_of_one_line
         assert place.kind in (*KINDS, "banned"), name
         assert 20 < len(place.reason) < 140, name
         assert "\n" not in place.reason, name
-
-
-ON_CPU = [("white", dtype, case) for dtype in (torch.bfloat16, torch.float16) for case in CPU.torch_16 + CPU.nn_16]
-ON_CPU += [("black", torch.bfloat16, case) for case in CPU.torch_fp32 + CPU.nn_fp32]
-ON_CPU += [("gray", torch.bfloat16, case[:2]) for case in CPU.torch_need_autocast_promote]
-
-
-@pytest.mark.parametrize(("kind", "dtype", "case"), ON_CPU, ids=lambda v: v[0] if isinstance(v, tuple) else str(v))
-def test_on_a_cpu_a_list_says_what_torch_runs_in_which_dtype(kind: str, dtype: torch.dtype, case: tuple):
-    name, function, args, kwargs = opened(case)
-    with torch.autocast("cpu", dtype=dtype):
-        result = function(*args, **kwargs)
-    ran = (result[0] if isinstance(result, tuple) else result).dtype
-    assert ran == (dtype if kind == "white" else torch.float32)
-    assert OpLists().where(name, "cpu").kind == kind
 
 
 def test_the_cuda_lists_are_those_of_torchs_own_tests():
@@ -99,18 +82,11 @@ def test_lists_print_what_differs_from_torchs():
     ("name", "spellings"),
     [
         ("softmax", "softmax torch.softmax torch.nn.functional.softmax torch.Tensor.softmax torch.special.softmax"),
-        ("sigmoid", "special.expit"),
-        ("linalg_norm", "torch.linalg.norm"),
-        ("fft_rfft2", "torch.fft.rfft2"),
-        ("matmul", "__matmul__"),
-        ("div", "__truediv__ torch.true_divide"),
-        ("pow", "__rpow__"),
-        ("remainder", "__mod__"),
-        ("asin", "arcsin"),
-        ("log_sigmoid", "F.logsigmoid"),
-        ("hardswish", "torch.nn.functional.hardswish"),
+        ("sigmoid", "special.expit"), ("linalg_norm", "torch.linalg.norm"), ("fft_rfft2", "torch.fft.rfft2"),
+        ("matmul", "__matmul__"), ("div", "__truediv__ torch.true_divide"), ("pow", "__rpow__"), ("asin", "arcsin"),
+        ("remainder", "__mod__"), ("log_sigmoid", "F.logsigmoid"), ("hardswish", "torch.nn.functional.hardswish"),
     ],
-)
+)  # fmt: skip
 def test_a_function_has_one_name(name: str, spellings: str):
     assert {canonical(spelt) for spelt in spellings.split()} == {name}
 
@@ -118,15 +94,11 @@ def test_a_function_has_one_name(name: str, spellings: str):
 @pytest.mark.parametrize(
     ("name", "near"),
     [
-        ("sofmax", "did you mean 'softmax'"),
-        ("torch.linalg.nrom", "linalg_norm"),
-        ("exp_", "did you mean 'exp'"),
-        ("cross_entropy_loss", "'cross_entropy'"),
-        ("torch.nn.Linear", "'linear'"),
-        ("", "are known"),
+        ("sofmax", "did you mean 'softmax'"), ("torch.linalg.nrom", "linalg_norm"), ("exp_", "did you mean 'exp'"),
+        ("cross_entropy_loss", "'cross_entropy'"), ("torch.nn.Linear", "'linear'"), ("", "are known"),
         ("__nothing__", "are known"),
     ],
-)
+)  # fmt: skip
 def test_an_unknown_name_is_an_error_with_the_nearest(name: str, near: str):
     with pytest.raises(UnknownName, match="unknown function of torch") as error:
         OpLists(black=[name])

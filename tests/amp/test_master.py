@@ -61,16 +61,14 @@ def test_masters_are_what_fp32_weights_would_be(name: str, dtype: torch.dtype):
     for step in range(6):
         give_gradients(model, step)
         for p, q in zip(model.parameters(), twin.parameters(), strict=True):
-            assert p.grad is not None
             q.grad = p.grad.float()
         optimizer.step()
         reference.step()
         for p, m, q in zip(model.parameters(), optimizer.master_parameters(), twin.parameters(), strict=True):
             assert torch.equal(m, q)
             assert torch.equal(p, q.to(p.dtype))
-    assert {t.dtype for state in optimizer.state.values() for t in state.values() if torch.is_tensor(t)} <= {
-        torch.float32
-    }
+    tensors = [t for state in optimizer.state.values() for t in state.values() if torch.is_tensor(t)]
+    assert {t.dtype for t in tensors} <= {torch.float32}
 
 
 def test_fp32_parameters_are_their_own_masters():
@@ -93,10 +91,9 @@ def optimizer_first(saved: list, other: nn.Module, resumed: MasterWeights) -> No
     other.load_state_dict(saved[0])
 
 
-@pytest.mark.parametrize("load", [model_first, optimizer_first, None])
+@pytest.mark.parametrize("load", [model_first, optimizer_first, None])  # None: copies and pickles of both go on
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_resume_is_exact(name: str, load: Callable | None):
-    """None: copies and pickles of both go on."""
     model, other = net(), net(seed=1)
     optimizer, resumed = (MasterWeights(OPTIMIZERS[name](one.parameters())) for one in (model, other))
     for step in range(3):
@@ -143,11 +140,15 @@ def test_an_optimizer_in_use_keeps_its_state():
     inner = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     give_gradients(model, 0)
     inner.step()
-    momentum = inner.state[model[0].weight]["momentum_buffer"]
+    wanted = inner.state[model[0].weight]["momentum_buffer"].float()
     optimizer = MasterWeights(inner)
     kept = optimizer.state[optimizer.param_groups[0]["params"][0]]["momentum_buffer"]
     assert kept.dtype == torch.float32
-    assert torch.equal(kept, momentum.float())
+    assert torch.equal(kept, wanted)
+
+
+def first_master(optimizer: MasterWeights) -> torch.Tensor:
+    return next(optimizer.master_parameters()).detach()
 
 
 def test_parameters_written_by_others_are_followed():
@@ -156,16 +157,14 @@ def test_parameters_written_by_others_are_followed():
     give_gradients(model, 0)
     optimizer.step()
     optimizer.zero_grad()
-    kept = next(optimizer.master_parameters()).detach().clone()
+    kept = first_master(optimizer).clone()
     with torch.no_grad():
         model[0].weight[0] = 3.0
-    assert next(optimizer.master_parameters())[0].tolist() == [3.0] * 8, "before a step, too"
+    assert first_master(optimizer)[0].tolist() == [3.0] * 8, "before a step, too"
     optimizer.step()
-    master = next(optimizer.master_parameters())
-    assert master[0].tolist() == [3.0] * 8
-    assert torch.equal(master[1:], kept[1:]), "bits below FP16 stay where the parameter was not written"
-    with torch.no_grad():
-        model[0].weight.data[1] = 5.0  # torch does not count this write
+    assert first_master(optimizer)[0].tolist() == [3.0] * 8
+    assert torch.equal(first_master(optimizer)[1:], kept[1:]), "bits below FP16 stay where nothing was written"
+    model[0].weight.data[1] = 5.0  # torch does not count this write
     optimizer.refresh()
     optimizer.step()
     assert model[0].weight[1].tolist() == [5.0] * 8
@@ -177,30 +176,29 @@ def test_parameters_written_through_data_are_followed_where_a_state_holds_no_mas
     model[0].weight.data[1] = 5.0
     with pytest.warns(UserWarning, match="no FP32 masters"):
         optimizer.load_state_dict(torch.optim.SGD(net().parameters(), lr=1.0).state_dict())
-    assert next(optimizer.master_parameters())[1].tolist() == [5.0] * 8
+    assert first_master(optimizer)[1].tolist() == [5.0] * 8
 
 
-def test_a_model_moved_or_cast_afterwards_is_refused():
-    model = net()
+@pytest.mark.parametrize(
+    ("model", "dtype", "words"),
+    [
+        (net(), torch.float32, r"torch.float32 .* now.*first, then wrap"),
+        # the norm's weight too, whose updates would round to nothing
+        (net(torch.bfloat16), torch.bfloat16, r"\(16,\) was FP32 .* torch.bfloat16 now.*first, then wrap"),
+    ],
+)
+def test_a_model_moved_or_cast_afterwards_is_refused(model: nn.Module, dtype: torch.dtype, words: str):
     optimizer = MasterWeights(torch.optim.SGD(model.parameters(), lr=0.1))
-    model.float()
-    with pytest.raises(OptimizerError, match=r"torch.float32 .* now.*first, then wrap"):
-        optimizer.step()
-
-    model = nn.Sequential(nn.Linear(4, 4).bfloat16(), nn.LayerNorm(4))
-    optimizer = MasterWeights(torch.optim.SGD(model.parameters(), lr=0.1))
-    model.bfloat16()  # the norm's weight too, whose updates would round to nothing
-    with pytest.raises(OptimizerError, match=r"\(4,\) was FP32 .* torch.bfloat16 now.*first, then wrap"):
+    model.to(dtype)
+    with pytest.raises(OptimizerError, match=words):
         optimizer.step()
 
 
 def test_closures_and_lbfgs():
-    """The closure must see each trial point: the loss falls as FP32's own LBFGS makes it fall, to FP16's grid."""
     data = torch.randn(64, 8, generator=torch.Generator().manual_seed(0))
     wanted = data @ torch.linspace(-1, 1, 8)
     model = nn.Linear(8, 1).half()
-    inner = torch.optim.LBFGS(model.parameters(), max_iter=10, line_search_fn="strong_wolfe")
-    optimizer = MasterWeights(inner)
+    optimizer = MasterWeights(torch.optim.LBFGS(model.parameters(), max_iter=10, line_search_fn="strong_wolfe"))
 
     def closure():
         optimizer.zero_grad()
@@ -227,28 +225,30 @@ def test_schedulers_groups_and_gradients():
     schedule.step()
     assert optimizer.param_groups[0]["lr"] == 0.25
     optimizer.zero_grad(set_to_none=False)
-    assert [float(p.grad.abs().sum()) for p in model[0].parameters() if p.grad is not None] == [0.0, 0.0]
+    assert [float(p.grad.abs().sum()) for p in model[0].parameters()] == [0.0, 0.0]
     optimizer.zero_grad()
     assert all(p.grad is None for p in (*model[0].parameters(), *optimizer.master_parameters()))
 
 
+def half(*values: float) -> Any:
+    return nn.Parameter(torch.tensor(values, dtype=torch.float16))
+
+
 def test_gradients_accumulate_and_are_copied_again():
-    weight = nn.Parameter(torch.ones(2, dtype=torch.float16))
+    weight = half(1.0, 1.0)
     optimizer = MasterWeights(torch.optim.SGD([weight], lr=1.0))
     for factor, zeroed, gradient in ((2, False, 2.0), (2, False, 4.0), (4, True, 4.0), (5, True, 5.0)):
         if zeroed:
             weight.grad = None
         (weight * factor).sum().backward()
-        (master,) = optimizer.master_parameters()
-        assert master.grad is not None
+        master: Any = next(optimizer.master_parameters())
         assert master.grad.tolist() == [gradient] * 2
 
 
 def test_a_gradient_that_a_script_sets_is_new_at_the_old_ones_address_too():
-    """No backward pass tells of it; Python gives the new tensor the id of the one that was freed."""
-    weight = nn.Parameter(torch.zeros(2, dtype=torch.float16))
+    weight = half(0.0, 0.0)
     optimizer = MasterWeights(torch.optim.SGD([weight], lr=1.0))
-    for value in (1.0, 2.0, 4.0):
+    for value in (1.0, 2.0, 4.0):  # no backward pass tells of it; the new tensor has the id of the freed one
         weight.grad = None
         weight.grad = torch.full((2,), value, dtype=torch.float16)
         optimizer.step()
@@ -269,9 +269,8 @@ def test_sparse_gradients():
 @pytest.mark.parametrize("kind", [torch.amp.GradScaler, GradScaler])
 @pytest.mark.parametrize("fused", [False, True])
 def test_under_a_scaler_of_torch_or_ours(kind: Any, fused: bool):
-    weight = nn.Parameter(torch.ones(2, dtype=torch.float16))
+    weight, scaler = half(1.0, 1.0), kind("cpu", 1024.0)
     optimizer = MasterWeights(torch.optim.SGD([weight], lr=2.0**-10, fused=fused))
-    scaler = kind("cpu", 1024.0)
     for factor in (2.0**-4, float("inf"), 2.0**-4):  # the gradient itself is above FP16's smallest only when scaled
         scaled_step(scaler, optimizer, (weight.float() * factor).sum())
     (master,) = optimizer.master_parameters()
@@ -280,7 +279,7 @@ def test_under_a_scaler_of_torch_or_ours(kind: Any, fused: bool):
 
 
 def test_clipping_takes_the_masters():
-    weight = nn.Parameter(torch.ones(4, dtype=torch.float16))
+    weight = half(1.0, 1.0, 1.0, 1.0)
     optimizer, scaler = MasterWeights(torch.optim.SGD([weight], lr=0.5)), GradScaler("cpu", 1024.0)
     scaler.scale((weight * 2).sum()).backward()
     scaler.unscale_(optimizer)
@@ -291,7 +290,7 @@ def test_clipping_takes_the_masters():
 
 
 def test_skipped_steps_and_gradients_kept_zero_are_no_mistake():
-    weight = nn.Parameter(torch.ones(2, dtype=torch.float16))
+    weight = half(1.0, 1.0)
     optimizer, scaler = MasterWeights(torch.optim.SGD([weight], lr=2.0**-10)), GradScaler("cpu", 16.0)
     for factor in (float("inf"), 1.0, 1.0):
         if weight.grad is not None:
@@ -304,8 +303,7 @@ def test_skipped_steps_and_gradients_kept_zero_are_no_mistake():
 
 
 def test_a_frozen_parameter_may_be_thawed():
-    weight = nn.Parameter(torch.ones(2, dtype=torch.float16), requires_grad=False)
-    other = nn.Parameter(torch.ones(2, dtype=torch.float16))
+    weight, other = half(1.0, 1.0).requires_grad_(False), half(1.0, 1.0)
     optimizer = MasterWeights(torch.optim.SGD([weight, other], lr=0.5))
     assert not weight.requires_grad
     weight.requires_grad_()
@@ -315,19 +313,16 @@ def test_a_frozen_parameter_may_be_thawed():
 
 
 def test_what_cannot_be_wrapped():
-    inner = torch.optim.SGD(net().parameters(), lr=0.1)
-    optimizer = MasterWeights(inner)
-    for wrapped in (optimizer, inner):
-        with pytest.raises(OptimizerError, match="wrapped already"):
-            MasterWeights(wrapped)
-    with pytest.raises(OptimizerError, match=r"none of the SGD's 1 parameters is FP16 or BF16 \(float32\)"):
-        MasterWeights(torch.optim.SGD([nn.Parameter(torch.ones(1))]))
-    nothing = torch.optim.SGD([nn.Parameter(torch.ones(1))])
+    inner, nothing = (torch.optim.SGD(net().parameters(), lr=0.1) for _ in range(2))
+    optimizer, divided = MasterWeights(inner), type("DTensor", (nn.Parameter,), {})(torch.ones(1).half())
     nothing.param_groups.clear()
-    with pytest.raises(OptimizerError, match="no parameters"):
-        MasterWeights(nothing)
-    divided = type("DTensor", (nn.Parameter,), {})(torch.ones(1).half())
-    with pytest.raises(OptimizerError, match="mp_policy"):
-        MasterWeights(torch.optim.SGD([divided]))
-    with pytest.raises(OptimizerError, match="not Sequential"):
-        MasterWeights(net())
+    for words, given in (
+        ("wrapped already", optimizer),
+        ("wrapped already", inner),
+        (r"none of the SGD's 1 parameters is FP16 or BF16 \(float32\)", torch.optim.SGD([nn.Parameter(torch.ones(1))])),
+        ("no parameters", nothing),
+        ("mp_policy", torch.optim.SGD([divided])),
+        ("not Sequential", net()),
+    ):
+        with pytest.raises(OptimizerError, match=words):
+            MasterWeights(given)

@@ -30,8 +30,7 @@ def test_views_allocations_and_integers_are_not_counted():
     with op_stats() as stats:
         x = torch.zeros(4, 4)
         _ = x.t().reshape(2, 8).expand(3, 2, 8), x[0], x.detach(), torch.arange(4) + 1, torch.arange(4).float()
-    assert stats.ops == {}
-    assert stats.casts == {}
+    assert (stats.ops, stats.casts) == ({}, {})
 
 
 def test_an_operator_that_took_a_widened_tensor_is_upcast():
@@ -67,11 +66,8 @@ def test_a_training_step_under_autocast_and_the_lists():
     plain, moved = step(OpLists()), step(OpLists(black=["linear"]))
     assert plain.ops["addmm"] == {"BF16": 2}
     assert plain.ops["mm"] == {"BF16": 3}  # two weight gradients, one input gradient: x needs none
-    assert plain.ops["tanh"] == {"BF16": 1}
-    assert plain.ops["mse_loss"] == {"FP32": 1}
-    assert plain.upcast["mse_loss"] == 1
-    assert moved.ops["addmm"] == {"FP32": 2}
-    assert moved.ops["mm"] == {"FP32": 3}
+    assert (plain.ops["tanh"], plain.ops["mse_loss"], plain.upcast["mse_loss"]) == ({"BF16": 1}, {"FP32": 1}, 1)
+    assert (moved.ops["addmm"], moved.ops["mm"]) == ({"FP32": 2}, {"FP32": 3})
     assert moved.total("BF16") == 0
 
 

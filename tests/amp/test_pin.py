@@ -1,16 +1,17 @@
 """fe.amp.pin_fp32: a module in FP32 inside an FP16 model, and as it was once unpinned."""
 
 import copy
+import functools
 import inspect
 import io
 import pickle
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import make_dataclass
 from typing import Any
 
 import pytest
 import torch
-from overflow_cases import Part
+from overflow_cases import Part, in_fp16
 from torch import nn
 from torch.nn.utils import parametrizations, prune
 from torch.utils.checkpoint import checkpoint
@@ -20,6 +21,8 @@ from fp8engine.amp.decorate import decorate
 from fp8engine.amp.overflow import find_overflow
 from fp8engine.amp.pin import is_pinned, pin_fp32
 from fp8engine.errors import ConversionError, UnknownName
+
+HALF, FULL = torch.float16, torch.float32
 
 
 class Net(nn.Module):
@@ -50,16 +53,12 @@ class Seen(nn.Module):
         return {"y": x * self.weight, "index": torch.arange(2), "rest": [x.double(), None, "text"]}
 
 
-def autocast(dtype: torch.dtype = torch.float16) -> torch.autocast:
-    return torch.autocast("cpu", dtype)
-
-
 @pytest.mark.parametrize("low", [torch.float16, torch.bfloat16])
 def test_forward_runs_in_fp32_with_autocast_off(low: torch.dtype):
     module, hooks = Seen().to(low), []
     module.register_forward_hook(lambda *_: hooks.append("called"))
     pin_fp32(module)
-    with autocast(low):
+    with torch.autocast("cpu", low):
         output = module(torch.ones(2, dtype=low), {"a": (torch.ones(2, dtype=low), torch.arange(2))}, flag="kept")
         assert torch.is_autocast_enabled("cpu"), "on again afterwards"
     assert module.seen == [(torch.float32, [torch.float32, torch.int64], "kept", False, torch.float32)]
@@ -73,15 +72,11 @@ def test_forward_runs_in_fp32_with_autocast_off(low: torch.dtype):
 @pytest.mark.parametrize(
     ("output", "under_autocast", "given", "expected"),
     [
-        ("auto", True, torch.float16, torch.float32),
-        ("auto", False, torch.float16, torch.float16),
-        ("auto", False, torch.float32, torch.float32),
-        ("fp32", False, torch.float16, torch.float32),
-        ("input", True, torch.float16, torch.float16),
+        ("auto", True, HALF, FULL), ("auto", False, HALF, HALF), ("auto", False, FULL, FULL),
+        ("fp32", False, HALF, FULL), ("input", True, HALF, HALF), ("input", True, FULL, FULL),
         ("input", True, torch.bfloat16, torch.bfloat16),
-        ("input", True, torch.float32, torch.float32),
     ],
-)
+)  # fmt: skip
 def test_dtype_of_the_output(output: str, under_autocast: bool, given: torch.dtype, expected: torch.dtype):
     module = Seen().to(given)
     pin_fp32(module, output=output)
@@ -91,18 +86,15 @@ def test_dtype_of_the_output(output: str, under_autocast: bool, given: torch.dty
 
 @pytest.mark.parametrize("low", [torch.float16, torch.bfloat16])
 def test_values_and_gradients_are_those_of_fp32(low: torch.dtype):
-    """Weights in FP16: outputs as those of the same weights in FP32, gradients the same rounded to FP16 once."""
-    model, x = Net().to(low), torch.randn(16, 3, 8).to(low)
-    wide, pinned = copy.deepcopy(model).float(), copy.deepcopy(model)
+    # Weights in FP16: outputs as those of the same weights in FP32, gradients the same rounded to FP16 once.
+    model: Any = Net().to(low)
+    wide, pinned, x = copy.deepcopy(model).float(), copy.deepcopy(model), torch.randn(16, 3, 8).to(low)
     pin_fp32(pinned, output="fp32")
     y, z = wide(x.float()), pinned(x)
     assert torch.equal(y, z)
     y.square().sum().backward()
     z.square().sum().backward()
-    for p, q in zip(wide.parameters(), pinned.parameters(), strict=True):
-        assert p.grad is not None
-        assert q.grad is not None
-        assert torch.equal(p.grad.to(low), q.grad)
+    assert all(torch.equal(p.grad.to(low), q.grad) for p, q in zip(wide.parameters(), pinned.parameters(), strict=True))
 
 
 def test_state_dict_parameters_hooks_and_class_are_the_very_ones():
@@ -130,7 +122,6 @@ def test_state_dict_parameters_hooks_and_class_are_the_very_ones():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_statistics_written_in_forward_stay_written(dtype: torch.dtype):
-    """In FP32 they are updated in place, in FP16 an FP32 copy is, and rounded back."""
     plain, pinned, x = nn.BatchNorm1d(4), nn.BatchNorm1d(4).to(dtype), torch.randn(8, 4).to(dtype) + 5
     pin_fp32(pinned)
     plain(x.float())
@@ -140,24 +131,21 @@ def test_statistics_written_in_forward_stay_written(dtype: torch.dtype):
 
 
 def test_a_buffer_that_forward_assigns_is_the_new_one():
-    class Average(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.seen: Any = nn.Module()
-            self.seen.register_buffer("mean", torch.zeros(2))
-            self.seen.register_buffer("rows", torch.zeros(0, 2))
+    seen: Any = nn.Module()
+    seen.register_buffer("mean", torch.zeros(2))
+    seen.register_buffer("rows", torch.zeros(0, 2))
 
-        def forward(self, x):
-            self.seen.mean = 0.5 * self.seen.mean + 0.5 * x.mean(0)
-            self.seen.rows = torch.cat([self.seen.rows, x])
-            return x
+    def forward(x):
+        seen.mean = 0.5 * seen.mean + 0.5 * x.mean(0)
+        seen.rows = torch.cat([seen.rows, x])
+        return x
 
-    module: Any = Average().half()
+    module = Part(forward, seen=seen).half()
     pin_fp32(module)
     for _ in range(3):
         module(torch.ones(1, 2).half())
-    assert torch.equal(module.seen.mean, torch.full((2,), 0.875).half())
-    assert torch.equal(module.seen.rows, torch.ones(3, 2).half())
+    assert torch.equal(seen.mean, torch.full((2,), 0.875).half())
+    assert torch.equal(seen.rows, torch.ones(3, 2).half())
 
 
 @pytest.mark.parametrize(
@@ -167,11 +155,9 @@ def test_a_buffer_that_forward_assigns_is_the_new_one():
 @pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
 def test_a_weight_that_a_hook_has_computed_in_16_bits_is_cast(parametrized: Callable):
     torch.manual_seed(0)
-    layer: Any = nn.Linear(4, 4)
+    layer, x = nn.Linear(4, 4), torch.randn(2, 4).half()
     parametrized(layer)
-    layer.half()
-    x = torch.randn(2, 4).half()
-    plain = layer(x)
+    plain = layer.half()(x)
     pin_fp32(layer)
     y = layer(x)
     # One rounding of the weight to FP16, 2^-11, of 4 products, and those of the plain sum and of the result: 8 2^-11.
@@ -181,44 +167,26 @@ def test_a_weight_that_a_hook_has_computed_in_16_bits_is_cast(parametrized: Call
     assert layer.weight.dtype == torch.float16
 
 
-class Writes(nn.Module):
-    """Adds to the list, the dict and the dataclass that it is given, as auxiliary losses and caches are kept."""
+Note = make_dataclass("Note", ["kept", "y"])
+Bag = type("Bag", (dict,), {})
 
-    def __init__(self):
-        super().__init__()
-        self.fc = nn.Linear(2, 2)
 
-    def forward(self, x, losses, cache, note):
-        y = self.fc(x)
+@pytest.mark.parametrize("low", [torch.float16, torch.float32])
+@pytest.mark.parametrize("wrap", [pin_fp32, decorate, functools.partial(decorate, level="O2")])
+def test_what_a_module_writes_into_its_arguments_is_there_afterwards(wrap: Callable, low: torch.dtype):
+    # As auxiliary losses and caches are kept: in a list, a dict and a dataclass.
+    def forward(x, losses, cache, note):
+        y = fc(x)
         losses.append(y.float().sum())
         cache["new"] = cache.pop("old") + y
         note.y = y
         return y
 
-
-@dataclass
-class Note:
-    """What a module writes into."""
-
-    kept: Any
-    y: Any = None
-
-
-class Bag(dict):
-    """A dict of a class of its own."""
-
-
-@pytest.mark.parametrize("low", [torch.float16, torch.float32])
-@pytest.mark.parametrize(
-    "wrap", [pin_fp32, lambda module: decorate(module, level="O2"), lambda module: decorate(module)]
-)
-def test_what_a_module_writes_into_its_arguments_is_there_afterwards(wrap: Callable, low: torch.dtype):
-    """Whether they held tensors that were cast (so that the module had copies) or none."""
-    module, kept = Writes(), torch.ones(2, dtype=low)
+    fc, kept, empty = nn.Linear(2, 2), torch.ones(2, dtype=low), []
+    module = Part(forward, fc=fc)
     wrap(module)
-    empty: list = []
-    losses, cache, note = [kept, (kept, 7)], Bag(old=kept), Note(kept)
-    module(kept, empty, {"old": 1.0}, Note(None))
+    losses, cache, note = [kept, (kept, 7)], Bag(old=kept), Note(kept, None)
+    module(kept, empty, {"old": 1.0}, Note(None, None))
     y = module(kept, losses, cache, note)
     assert torch.equal(empty[0], losses[2])
     assert losses[0] is losses[1][0] is note.kept is kept, "what the module left alone is what it was"
@@ -229,22 +197,21 @@ def test_what_a_module_writes_into_its_arguments_is_there_afterwards(wrap: Calla
 # Dynamo asks any tensor that is no leaf for its gradient, and hides torch's warning unless warnings are errors.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 @pytest.mark.slow
+@pytest.mark.usefixtures("fresh")
 @pytest.mark.parametrize("low", [False, True])
-def test_compiled_before_or_after(low: bool):
-    for pin_first in (True, False):
-        torch._dynamo.reset()
-        model: Any = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 4))
-        model = model.half() if low else model
-        x = torch.randn(4, 8).to(model[0].weight.dtype)
-        compiled: Any = torch.compile(model, backend="aot_eager")
-        with torch.autocast("cpu", torch.float16, enabled=not low):
-            if not pin_first:
-                compiled(x)
-            pin_fp32(model[0])
-            pin_fp32(model[2])
-            eager = model(x)
-            assert eager.dtype is (torch.float16 if low else torch.float32)
-            torch.testing.assert_close(compiled(x), eager, rtol=2**-9, atol=2**-9)  # two roundings of FP16, 2^-11 each
+@pytest.mark.parametrize("pin_first", [True, False])
+def test_compiled_before_or_after(low: bool, pin_first: bool):
+    model: Any = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 4)).to(HALF if low else FULL)
+    compiled: Any = torch.compile(model, backend="aot_eager")
+    x = torch.randn(4, 8).to(model[0].weight.dtype)
+    with torch.autocast("cpu", torch.float16, enabled=not low):
+        if not pin_first:
+            compiled(x)
+        pin_fp32(model[0])
+        pin_fp32(model[2])
+        eager = model(x)
+        assert eager.dtype is (HALF if low else FULL)
+        torch.testing.assert_close(compiled(x), eager, rtol=2**-9, atol=2**-9)  # two roundings of FP16, 2^-11 each
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
@@ -256,7 +223,7 @@ def test_under_checkpointing(reentrant: bool):
     gradients = []
     for again in (False, True):
         model.zero_grad()
-        with autocast():
+        with in_fp16():
             y = checkpoint(model, x.requires_grad_(), use_reentrant=reentrant) if again else model(x)
         y.square().sum().backward()
         gradients.append([p.grad.clone() for p in model.parameters()])  # pyright: ignore[reportOptionalMemberAccess]
@@ -293,7 +260,6 @@ def test_copies_of_a_module_that_is_pinned_and_decorated(first, way):
 @pytest.mark.filterwarnings("ignore::fp8engine.errors.EmulationWarning")
 @pytest.mark.parametrize("pinned_first", [True, False])
 def test_a_class_that_convert_makes_stays_when_a_pin_goes(pinned_first: bool):
-    """Below the pin, where pickle must make both, or around it."""
     model: Any = nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 16))
     pin = pin_fp32(model[0], output="input") if pinned_first else None
     fe.convert(model, "current")
@@ -325,27 +291,25 @@ def test_a_decoration_around_a_pin_outlives_it():
 
 
 def test_bad_input():
-    with pytest.raises(UnknownName, match="unknown output of pin_fp32 'fp23'; did you mean 'fp32'"):
-        pin_fp32(nn.Linear(2, 2), output="fp23")
-    for wrong in (torch.ones(2), nn.ModuleList([nn.Linear(2, 2)])):
-        with pytest.raises(ConversionError, match=f"not {type(wrong).__name__}: pin the modules in it instead"):
-            pin_fp32(wrong)  # pyright: ignore[reportArgumentType]
     patched: Any = nn.Linear(2, 2)
     patched.forward = lambda x: x
-    with pytest.raises(ConversionError, match="forward of this Linear was replaced on the instance"):
-        pin_fp32(patched)
+    for error, words, given, output in (
+        (UnknownName, "unknown output of pin_fp32 'fp23'; did you mean 'fp32'", nn.Linear(2, 2), "fp23"),
+        (ConversionError, "not Tensor: pin the modules in it instead", torch.ones(2), "auto"),
+        (ConversionError, "not ModuleList: pin the modules in it instead", nn.ModuleList([nn.Linear(2, 2)]), "auto"),
+        (ConversionError, "forward of this Linear was replaced on the instance", patched, "auto"),
+    ):
+        with pytest.raises(error, match=words):
+            pin_fp32(given, output=output)  # pyright: ignore[reportArgumentType]
 
 
-@pytest.mark.parametrize("level", ["O1", "O2"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("around", [False, True])
 def test_a_pin_on_or_around_a_decorated_model(level: str, dtype: torch.dtype, around: bool):
-    """The model's own forward makes 90,000 in FP16."""
     fc = nn.Linear(4, 4)
-    gram = Part(lambda x: (fc(x) * 0 + x) @ (fc(x) * 0 + x).t())
-    gram.fc = fc
-    root: Any = decorate(gram, level=level)
+    root: Any = decorate(Part(lambda x: (fc(x) * 0 + x) @ (fc(x) * 0 + x).t(), fc=fc), level=level)
     model, x = nn.Sequential(root) if around else root, torch.full((2, 4), 150.0, dtype=dtype)
+    assert model(x).isinf().all()  # 90,000 in FP16
     assert model(x).isinf().all()
     pin = pin_fp32(model, output="fp32" if around else "auto")
     assert torch.equal(model(x), torch.full((2, 2), 90000.0))
@@ -362,8 +326,7 @@ def test_a_pin_on_or_around_a_decorated_model(level: str, dtype: torch.dtype, ar
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_a_checkpoint_of_a_decorated_part_is_recomputed_in_fp32_too(reentrant: bool):
     part: Any = decorate(nn.Linear(4, 4))
-    around = Part(lambda x: checkpoint(part, x, use_reentrant=reentrant))
-    around.part = part
+    around = Part(lambda x: checkpoint(part, x, use_reentrant=reentrant), part=part)
     pin_fp32(around)
     x = torch.randn(3, 4, requires_grad=True)
     around(x).sum().backward()

@@ -21,36 +21,40 @@ KINDS = (torch.amp.GradScaler, GradScaler)
 VALUES = (1.0, math.inf, 2.0, math.nan, -math.inf, 1.0, 1.0, 0.5)
 
 
-class Itself(torch.optim.SGD):
-    """Unscales and skips in its own step."""
+class Own(torch.optim.SGD):
+    """Steps with or without a scaler."""
 
     _step_supports_amp_scaling = True
 
-    def step(self, closure=None, *, grad_scaler):  # pyright: ignore[reportIncompatibleMethodOverride]
+    def step(self, closure=None, *, grad_scaler=None):
+        assert grad_scaler is None
+        super().step(closure)
+
+
+class Itself(Own):
+    """Unscales and skips in its own step."""
+
+    def step(self, closure=None, *, grad_scaler):
         grad_scaler.unscale_(self)
         if not any(found.item() for found in grad_scaler._found_inf_per_device(self).values()):
             super().step(closure)
         return 7.0
 
 
-class Checks(torch.optim.SGD):
+class Checks(Own):
     """Looks for Inf and NaN through the scaler, divides by the scale itself."""
 
-    _step_supports_amp_scaling = True
-
-    def step(self, closure=None, *, grad_scaler):  # pyright: ignore[reportIncompatibleMethodOverride]
+    def step(self, closure=None, *, grad_scaler):
         if not any(found.item() for found in grad_scaler._check_inf_per_device(self).values()):
             for p in self.param_groups[0]["params"]:
                 p.grad = None if p.grad is None else p.grad.div_(grad_scaler._get_scale_async())
             super().step(closure)
 
 
-class Alone(torch.optim.SGD):
+class Alone(Own):
     """Asks the scaler for nothing but the scale."""
 
-    _step_supports_amp_scaling = True
-
-    def step(self, closure=None, *, grad_scaler):  # pyright: ignore[reportIncompatibleMethodOverride]
+    def step(self, closure=None, *, grad_scaler):
         for p in self.param_groups[0]["params"]:
             p.grad.div_(grad_scaler._get_scale_async()).nan_to_num_(0.0, 0.0, 0.0)
         super().step(closure)
@@ -88,26 +92,24 @@ def test_steps_scales_and_results_are_torchs(name: str, clipped: bool):
     assert (scaler.stats.iterations, scaler.stats.skipped) == (8, 3)
 
 
-def test_an_optimizer_that_tells_the_scaler_nothing():
-    """It has stepped when step() returns; update() then knows of no check, unless another optimizer made one."""
-    for kind in KINDS:
-        weight, other = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
-        optimizer, beside = Alone([weight], lr=0.125), torch.optim.SGD([other], lr=0.125)
-        scaler: Any = kind("cpu", 16.0)
-        scaler.scale(weight.sum()).backward()
-        scaler.step(optimizer)
-        assert weight.tolist() == [0.875] * 2
-        with pytest.raises((AssertionError, OptimizerError), match=r"No inf checks|takes a grad_scaler must"):
-            scaler.update()
-        with pytest.raises(RuntimeError, match="already"):
-            scaler.step(optimizer)
-        scaler.scale(other.sum() * math.inf).backward()
-        scaler.step(beside)
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_optimizer_that_tells_the_scaler_nothing(kind: Any):
+    weight, other = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
+    optimizer, beside = Alone([weight], lr=0.125), torch.optim.SGD([other], lr=0.125)
+    scaler: Any = kind("cpu", 16.0)
+    scaler.scale(weight.sum()).backward()
+    scaler.step(optimizer)
+    assert weight.tolist() == [0.875] * 2
+    with pytest.raises((AssertionError, OptimizerError), match=r"No inf checks|takes a grad_scaler must"):
         scaler.update()
-        assert scaler.get_scale() == 8.0
-        assert other.tolist() == [1.0] * 2
-    assert scaler.step_skipped(beside)
-    assert not scaler.step_skipped(optimizer)
+    with pytest.raises(RuntimeError, match="already"):
+        scaler.step(optimizer)
+    scaler.scale(other.sum() * math.inf).backward()
+    scaler.step(beside)
+    scaler.update()
+    assert (scaler.get_scale(), other.tolist()) == (8.0, [1.0] * 2)
+    if kind is GradScaler:
+        assert [scaler.step_skipped(one) for one in (beside, optimizer)] == [True, False]
 
 
 def scales_itself(name: str) -> bool:
@@ -117,7 +119,6 @@ def scales_itself(name: str) -> bool:
 
 @pytest.mark.parametrize("name", ["unscales", "checks", *filter(scales_itself, FUSED)])
 def test_one_of_two_optimizers_without_a_gradient(name: str):
-    """torch steps it, and its update goes by the other's check."""
     runs = []
     for kind in KINDS:
         weight, idle = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
@@ -142,21 +143,10 @@ def test_the_warning_that_torch_gives_is_given(kind: Any):
     assert len(told) == 1
 
 
-class Optional(torch.optim.SGD):
-    """Steps with or without a scaler."""
-
-    _step_supports_amp_scaling = True
-
-    def step(self, closure=None, *, grad_scaler=None):  # pyright: ignore[reportIncompatibleMethodOverride]
-        assert grad_scaler is None
-        super().step(closure)
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_under_master_weights_the_scaler_unscales(kind: Any):
-    """The masters' gradients are the wrapper's; an inner step(grad_scaler=...) would look for its own, or for none."""
     weight = nn.Parameter(torch.ones(2, dtype=torch.float16))
-    optimizer, scaler = MasterWeights(Optional([weight], lr=2.0**-10)), kind("cpu", 16.0)
+    optimizer, scaler = MasterWeights(Own([weight], lr=2.0**-10)), kind("cpu", 16.0)
     for factor in (2.0, math.inf):
         scaled_step(scaler, optimizer, (weight.float() * factor).sum())
     assert weight.tolist() == [1 - 2.0**-9] * 2

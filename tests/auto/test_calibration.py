@@ -76,19 +76,21 @@ def test_the_cost_is_that_of_the_casts():
     assert found["grad_output"]["cost_millinats"] is None
 
 
-def test_a_budget_without_a_loss_says_so():
+@pytest.mark.parametrize("told", [False, True])
+def test_a_budget_without_a_loss_says_so(told: bool):
     model = plain(fe.auto(interval=1, budget=0.01))
-    train(model, 3)
-    assert "the budget of loss is not kept" in str(fe.inspect(model))
-    other = plain(fe.auto(interval=1, budget=0.01))
-    for step in range(3):
-        loss = loss_of(other(batch(step)))
-        fe.scaling_state(other).see_loss(loss)
-        loss.backward()
-    assert "the budget of loss is not kept" not in str(fe.inspect(other))
+
+    def call(x):
+        y = model(x)
+        if told:
+            fe.scaling_state(model).see_loss(loss_of(y))
+        return y
+
+    train(model, 3, call)
+    assert ("the budget of loss is not kept" in str(fe.inspect(model))) == (not told)
     for several, what in {torch.ones(2): r"shape \[2\]", None: "type NoneType", "x": "type str"}.items():
         with pytest.raises(ShapeError, match=f"a loss of {what}; want one number"):
-            fe.scaling_state(other).see_loss(several)  # pyright: ignore[reportArgumentType]
+            fe.scaling_state(model).see_loss(several)  # pyright: ignore[reportArgumentType]
 
 
 @pytest.mark.parametrize("budget", [0, -1.0, 1.5, "much"])
@@ -124,7 +126,6 @@ def test_example_inputs_calibrate_and_leave_the_model_as_it_was(with_loss: bool)
     assert dict(found.choices) == chosen  # what was calibrated stays when training begins
 
 
-@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True:UserWarning")
 class Counts(WithLoss):
     """Writes buffers in every mode, as routers count tokens, and sets one anew."""
 
@@ -149,22 +150,16 @@ def test_buffers_that_a_forward_writes_are_put_back():
     assert (calls.item(), model.latest) == (0, None)
 
 
-def test_calibration_leaves_no_copies_of_weights():
-    """A first step that read them would record no amax of a weight: a predicted scale would miss it."""
-
-    def model() -> Any:
-        torch.manual_seed(0)
-        return nn.Sequential(nn.Linear(64, 64), fe.Linear(64, 64, recipe=fe.delayed(margin=2)))
-
-    x = torch.randn(8, 64, requires_grad=True)
-    for each in (converted(model(), "auto", example_inputs=(x,)), converted(model(), "auto")):
-        each(x).sum().backward()
-        each(x)
-        assert fe.scaling_state(each)["1.weight"].history[0] == each[1].weight.abs().max()
+@pytest.mark.parametrize("options", [{"example_inputs": (torch.ones(8, 64),)}, {}], ids=["calibrated", "not"])
+def test_calibration_leaves_no_copies_of_weights(options: dict):
+    layers = nn.Linear(64, 64), fe.Linear(64, 64, recipe=fe.delayed(margin=2))
+    model, x = converted(nn.Sequential(*layers), "auto", **options), torch.randn(8, 64, requires_grad=True)
+    model(x).sum().backward()
+    model(x)
+    assert fe.scaling_state(model)["1.weight"].history[0] == layers[1].weight.abs().max()
 
 
 def test_calibration_is_no_run_of_any_matrix_of_experts():
-    """A matrix that no forward of the user's runs is warned of and reported as idle."""
     model = converted(tiny_models.mixtral(), fe.auto(), example_inputs={"input_ids": torch.arange(8)[None]})
     experts = [module for module in model.modules() if isinstance(module, Float8Experts)]
     assert [numerics.ran for each in experts for numerics in each.parts.values()] == [None] * 4
@@ -183,7 +178,6 @@ def test_a_reentrant_checkpoint_calibrates_the_forward_alone_and_says_so():
 
 
 def test_a_model_that_only_answers_decides_before_its_second_forward():
-    """And training that comes later decides for itself, as if nothing had been answered."""
     torch.manual_seed(0)
     model: Any = Net()
     with torch.no_grad():
@@ -206,23 +200,15 @@ def test_a_model_that_only_answers_decides_before_its_second_forward():
     assert lines(answering) == lines(quiet)
 
 
-def test_a_card_is_waited_for_where_no_later_forward_would_decide(monkeypatch: pytest.MonkeyPatch):
-    """A card's copy has hardly begun when the second forward begins, and a third one is like the second."""
-    monkeypatch.setattr(HostCopy, "done", lambda _: False)
+@pytest.mark.parametrize("between", ["a card's copy", "a recorded flow"])
+def test_the_second_forward_decides_and_nothing_before(between: str, monkeypatch: pytest.MonkeyPatch):
     model = plain()
+    if between == "a card's copy":  # it has hardly begun when the second forward begins: no later one would decide
+        monkeypatch.setattr(HostCopy, "done", lambda _: False)
     with torch.no_grad():
         model(batch(0))
-        assert lines(model) == []
-        model(batch(0))
-    assert lines(model)
-
-
-def test_a_recorded_flow_decides_nothing():
-    """Its forward runs on a model that has answered once: the model's own second forward decides, not this one."""
-    model = plain()
-    with torch.no_grad():
-        model(batch(0))
-        fe.flow.record(model, batch(0))
+        if between == "a recorded flow":
+            fe.flow.record(model, batch(0))
         assert lines(model) == []
         model(batch(0))
     assert lines(model)

@@ -1,6 +1,11 @@
-"""What `auto` remembers of a slot: bounded in bytes, thinned so that what was bad is still told."""
+"""What `auto` remembers of a slot: bounded in bytes, thinned so that what was bad is still told; who hears of alarms.
+
+`fe.scaling_state(model).on_alarm`: a callable hears of growing outliers, in this program and in no copy.
+"""
 
 import copy
+import io
+import json
 import math
 import tracemalloc
 from typing import Any
@@ -8,10 +13,17 @@ from typing import Any
 import numpy
 import pytest
 import torch
+from autos import grow
+from support import converted
+from torch import nn
 
+import fp8engine as fe
+from fp8engine.auto import Alarm
 from fp8engine.auto.alarm import Trend
 from fp8engine.auto.history import OLDER, RECENT, History, Sample, Samples, trends_from_dict
+from fp8engine.errors import StateError
 from fp8engine.numerics.recipe import E4M3, Cast
+from fp8engine.report.state import controllers_of
 from fp8engine.scaling.histogram import measure, read
 from fp8engine.scaling.prediction import Prediction
 
@@ -40,9 +52,8 @@ def test_a_slot_takes_16_kb_however_long_the_training(looks: int):
 
 
 def test_of_few_looks_every_one_is_kept_as_it_was():
-    seen = [
-        look(16 * i, "E4M3/row" if i % 3 else "BF16", amax=float(i), sqnr_db=math.inf) for i in range(RECENT + OLDER)
-    ]
+    kinds = ("BF16", "E4M3/row", "E4M3/row")
+    seen = [look(16 * i, kinds[i % 3], amax=float(i), sqnr_db=math.inf) for i in range(RECENT + OLDER)]
     looks = Samples(seen)
     assert list(looks) == looks.evenly() == seen
     assert looks.since(16 * 100) == seen[101:]
@@ -99,3 +110,85 @@ def test_several_samples_of_one_step_are_no_trend():
     history.trends["up.input"] = trend
     resumed = trends_from_dict(history.trends_to_dict())["up.input"]
     assert (resumed.points, resumed.warned) == (trend.points, trend.warned), "what a resumed run goes on from"
+
+
+# Alarms
+
+
+def watched() -> nn.Module:
+    return converted(nn.Sequential(nn.Linear(64, 32)), fe.auto(interval=1))
+
+
+def test_a_listener_hears_each_alarm_until_it_is_stopped():
+    model = watched()
+    heard: list[Alarm] = []
+    stop = fe.scaling_state(model).on_alarm(heard.append)
+    grow(model, 12)
+    first = next(alarm for alarm in heard if alarm.slot == "0.input")
+    assert first.growth >= 4
+    assert first.ratio >= 16
+    assert str(first).startswith(f"step {first.step} 0.input: amax/rms x")
+    assert [alarm._asdict() for alarm in heard] == fe.inspect(model).alarms
+    stop()
+    stop()  # twice is once
+    before = len(heard)
+    controllers_of(model)[0].history.trends.clear()
+    grow(model, 12)
+    assert len(fe.inspect(model).alarms) > before == len(heard)
+
+
+def test_a_listener_may_end_its_own_listening():
+    model, stops = watched(), []
+    first: list[Alarm] = []
+    second: list[Alarm] = []
+    stops.append(fe.scaling_state(model).on_alarm(lambda alarm: (first.append(alarm), stops[0]())))
+    fe.scaling_state(model).on_alarm(second.append)
+    grow(model, 12)
+    assert len(first) == 1
+    assert [alarm._asdict() for alarm in second] == fe.inspect(model).alarms
+
+
+def test_a_copy_and_a_saved_model_have_no_listeners():
+    model = watched()
+    heard: list[Alarm] = []
+    fe.scaling_state(model).on_alarm(lambda alarm: heard.append(alarm))
+    grow(copy.deepcopy(model), 12)
+    assert heard == []
+    memory = io.BytesIO()
+    torch.save(model, memory)  # a lambda would not be saved
+    memory.seek(0)
+    assert controllers_of(torch.load(memory, weights_only=False))[0].history.listeners == []
+    grow(model, 12)
+    assert heard
+
+
+def test_a_resumed_run_has_the_early_warnings_of_before_and_tells_them_no_second_time():
+    model, resumed = watched(), watched()
+    grow(model, 12)
+    wanted, saved, heard = fe.inspect(model).alarms, fe.scaling_state_dict(model), []
+    fe.scaling_state(resumed).on_alarm(heard.append)
+    fe.load_scaling_state_dict(resumed, saved)
+    assert wanted
+    assert fe.inspect(resumed).alarms == wanted
+    for each in (model, resumed):
+        torch.manual_seed(1)
+        grow(each, 2)
+    assert fe.inspect(resumed).alarms == fe.inspect(model).alarms
+    assert [alarm._asdict() for alarm in heard] == fe.inspect(model).alarms[len(wanted) :]
+
+
+def test_a_state_that_was_saved_without_early_warnings_is_loaded():
+    model = watched()
+    grow(model, 12)
+    saved = fe.scaling_state_dict(model)
+    decided = json.loads(saved["auto"][0]["decided"])
+    saved["auto"][0]["decided"] = json.dumps({k: v for k, v in decided.items() if k not in ("alarms", "told")})
+    fe.load_scaling_state_dict(model, saved)
+    assert fe.inspect(model).alarms == []
+
+
+def test_a_model_that_nobody_watches_says_so():
+    with pytest.raises(StateError, match='no layer is under "auto", and only those are watched'):
+        fe.scaling_state(converted(nn.Linear(4, 4), "delayed")).on_alarm(print)
+    with pytest.raises(StateError, match=r"on_alarm\(3\): want a function"):
+        fe.scaling_state(watched()).on_alarm(3)  # pyright: ignore[reportArgumentType]

@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import itertools
 import math
 import statistics
 from collections.abc import Callable
@@ -104,7 +105,6 @@ def budget(share: float, other: bool = True) -> float:
 @pytest.mark.parametrize("factor", [1e-3, 1.0, 1e3])
 @pytest.mark.parametrize("share", [0.5, 0.1])
 def test_the_cost_on_other_text_is_within_the_budget_however_wrong_predictions_are(factor: float, share: float):
-    """Of a budget of half, and a tenth, of what the casts without one cost."""
     whole, _ = cost_of_all()
     assert whole > 0
     model = calibrated(budget(share), factor)
@@ -124,7 +124,7 @@ def test_the_cost_on_other_text_is_within_the_budget_however_wrong_predictions_a
 
 @pytest.mark.parametrize("times", [4.0, 1e6])
 def test_what_decides_does_not_check(times: float):
-    """Every second batch costs more than those that decide: half of the layers' cost would have fitted."""
+    # Every second batch costs more than those that decide: half of the layers' cost would have fitted.
     model = calibrated(budget(0.5, other=False))
 
     def dearer(model: nn.Module, batch: int) -> torch.Tensor:
@@ -185,9 +185,8 @@ def _on_rank(rank: int, ranks: int) -> tuple[list[str], Spent]:
 
 @pytest.mark.slow
 def test_ranks_decide_alike_on_the_first_ones_losses():
-    (first, spent), (second, other) = run(_on_rank, 2)
-    assert first == second
-    assert spent == other
+    one, other = run(_on_rank, 2)
+    assert one == other
 
 
 def test_budgets_that_pay_for_everything_and_for_nothing():
@@ -213,9 +212,7 @@ def test_each_change_is_logged_with_what_was_measured_and_a_plan_repeats_it(tmp_
     assert forwards(model) != before
     assert [line for line in lines(model) if "measured: the casts cost" in line]
     repeats: Any = converted(taught(), plan_of(model, tmp_path))
-    for net in (model, repeats):
-        net.eval()
-    losses = [float(net(*text(200))["loss"].detach()) for net in (model, repeats)]
+    losses = [float(net.eval()(*text(200))["loss"].detach()) for net in (model, repeats)]
     assert losses[0] == losses[1]
     assert forwards(repeats) == forwards(model)
 
@@ -242,11 +239,10 @@ def test_everything_but_the_recipes_stays_as_it_was():
 def test_an_error_in_the_loss_leaves_the_recipes_as_they_were():
     model = calibrated(1e-4)
     before = [layer.recipe for layer in controller(model).layers]
-    calls = []
+    calls = itertools.count(1)
 
     def fails(model, batch):
-        calls.append(1)
-        if len(calls) > len(BATCHES) + 2:  # the first losses under FP8
+        if next(calls) > len(BATCHES) + 2:  # the first losses under FP8
             raise RuntimeError("no memory")
         return model(*batch)["loss"]
 
@@ -257,11 +253,9 @@ def test_an_error_in_the_loss_leaves_the_recipes_as_they_were():
 
 
 def test_training_goes_on_with_what_was_measured_and_so_does_a_resumed_run():
-    """Predictions a million times too small would give everything back to FP8 at the next sample."""
     model, fresh = calibrated(budget(0.2), factor=1e-6), calibrated(budget(0.2))
     fe.keep_budget(model, BATCHES)
-    found = controller(model)
-    assert found.spent is not None
+    found: Any = controller(model)
     rate = found.spent.rate
     assert rate < budget(0.2) * 1e-5  # of the predicted nats, a millionth of the true ones
     fe.load_scaling_state_dict(fresh, fe.scaling_state_dict(model))
@@ -275,11 +269,7 @@ def test_training_goes_on_with_what_was_measured_and_so_does_a_resumed_run():
 
 REFUSED: dict[str, tuple[Callable[[], Any], tuple, str]] = {
     "too few batches": (lambda: calibrated(0.01), (BATCHES[: LEAST - 1],), f"{LEAST - 1} batches; want at least"),
-    "no loss": (
-        lambda: nn.Sequential(calibrated(0.01).net),
-        ([(x,) for x, _ in BATCHES],),
-        "returns no loss of one number",
-    ),
+    "no loss": (lambda: nn.Sequential(calibrated(0.01).net), ([(x,) for x, _ in BATCHES],), "no loss of one number"),
     "logits": (
         lambda: calibrated(0.01),
         (BATCHES, lambda model, batch: model.net(batch[0])),
@@ -307,7 +297,7 @@ def test_what_cannot_be_measured_is_refused(case: str):
 @pytest.mark.parametrize("power", [0.5, 1.0, 2.0])
 @pytest.mark.parametrize("nats", [1e-6, 1e-2, 1.0])
 def test_search_finds_the_largest_sum_that_fits(power: float, nats: float):
-    """Of measured costs that grow as a power of the predicted sum, with a factor that nobody knows."""
+    # Of measured costs that grow as a power of the predicted sum, with a factor that nobody knows.
     tried: list[float] = []
 
     def bound(allowed: float) -> float:
@@ -323,13 +313,12 @@ def test_search_finds_the_largest_sum_that_fits(power: float, nats: float):
 
 
 def test_the_bound_is_students():
-    """T90 of the tables (Abramowitz and Stegun, table 26.10): 3.078, 1.886, 1.638, 1.415, 1.341, 1.282."""
+    # T90 of the tables (Abramowitz and Stegun, table 26.10)
     for batches, t90 in {2: 3.078, 3: 1.886, 4: 1.638, 8: 1.415, 16: 1.341, 10**6: 1.282}.items():
         assert Cost(1.0, 2.0, batches).bound == pytest.approx(1.0 + 2.0 * t90, rel=0.04)
 
 
 def test_a_budget_that_cannot_be_kept_is_warned_of():
-    """The first layer's costs are not known, so that it stays in FP8, and nobody may spend what it costs."""
     model = calibrated(budget(1e-3))
     reads = controller(model).reads
     unknown = reads[0].table.copy()

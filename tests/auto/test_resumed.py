@@ -23,9 +23,13 @@ RECIPES |= {"auto": fe.auto(interval=2), "auto, budget": fe.auto(interval=2, bud
 RECIPES |= {"auto, speed": fe.auto(interval=3, objective="speed"), "auto, frozen": fe.auto(interval=2, freeze_after=3)}
 
 
+def seeded(step: int) -> torch.Generator:
+    return torch.Generator().manual_seed(step)
+
+
 def numbers(step: int) -> torch.Tensor:
     """Troubled from the fourth input on, calm again from the eighth."""
-    x = torch.randn(32, WIDTH, generator=torch.Generator().manual_seed(step))
+    x = torch.randn(32, WIDTH, generator=seeded(step))
     if 4 <= step < 8:
         x[:, 5] *= 3e6
         x[:, 6] = -x[:, 5]
@@ -34,18 +38,14 @@ def numbers(step: int) -> torch.Tensor:
 
 def jumps(step: int) -> torch.Tensor:
     """Some are 20 times as large: what is stored under a predicted scale saturates."""
-    return torch.randn(32, WIDTH, generator=torch.Generator().manual_seed(step)) * (20.0 if step in (3, 6) else 1.0)
-
-
-def tokens(step: int) -> torch.Tensor:
-    return torch.randint(0, 32, (2, 8), generator=torch.Generator().manual_seed(step))
+    return torch.randn(32, WIDTH, generator=seeded(step)) * (20.0 if step in (3, 6) else 1.0)
 
 
 KINDS: dict[str, tuple[Callable, Callable]] = {  # the model, and what it takes at a step
     "blocks": (lambda: without_beta(Net()), numbers),
     "recomputed": (lambda: without_beta(Net(reentrant=True)), numbers),
     "stored": (Stored, jumps),
-    "experts": (tiny_models.mixtral, tokens),
+    "experts": (tiny_models.mixtral, lambda step: torch.randint(0, 32, (2, 8), generator=seeded(step))),
 }
 
 
@@ -121,10 +121,7 @@ CASES = {
     "evaluations before the first step": ("stored", ["evaluate", "evaluate", "save", "evaluate", *CALM]),
     "forwards before the first step": ("blocks", ["forward", "save", *CALM]),
     "a forward between steps": ("stored", ["train", "train", "forward", "save", "forward", *CALM]),
-    "microbatches": (
-        "blocks",
-        ["microbatch", "train", "save", "microbatch", "train", "save", "microbatch", "train", *CALM],
-    ),
+    "microbatches": ("blocks", [*["microbatch", "train", "save"] * 2, "microbatch", "train", *CALM]),
 }
 
 

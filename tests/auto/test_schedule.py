@@ -20,12 +20,10 @@ def test_each_interval_has_one_sampled_step(interval: int):
 
 @pytest.mark.parametrize("interval", [8, 16, 64])
 def test_no_period_hides_a_task(interval: int):
-    """Tasks come in turns, `period` of them: every one is sampled, and none much more often than the others.
-
-    Over n = 1,000 intervals each of p tasks is expected n / p times, with a standard deviation below sqrt(n / p):
-    five of them are met by chance once in two million; p = 2 to 64 has 2,079 tasks.  A period longer than the interval
-    and a multiple of it needs every place of the interval; the largest of those, 64, has 15.6 an expected task.
-    """
+    # Tasks come in turns, `period` of them: every one is sampled, and none much more often than the others.
+    # Over n = 1,000 intervals each of p tasks is expected n / p times, with a standard deviation below sqrt(n / p):
+    # five of them are met by chance once in two million; p = 2 to 64 has 2,079 tasks.  A period longer than the
+    # interval and a multiple of it needs every place of the interval; the largest, 64, has 15.6 an expected task.
     steps = numpy.array([sampled_step(number, interval) for number in range(1, 1001)])
     for period in range(2, 65):
         found = numpy.bincount(steps % period, minlength=period)
@@ -34,11 +32,7 @@ def test_no_period_hides_a_task(interval: int):
         assert abs(found - expected).max() < 5 * expected**0.5, period
 
 
-def amaxes(*rows: tuple[float, float, float]) -> numpy.ndarray:
-    return numpy.array(rows, dtype=float)
-
-
-START = amaxes((1, 1, 1), (2, 3, 4), (0, 1, 1))
+START = numpy.array([(1.0, 1, 1), (2, 3, 4), (0, 1, 1)])
 
 
 def begun() -> Moves:
@@ -60,13 +54,9 @@ def test_what_did_not_run_and_what_is_not_finite_moves_nothing(now: float):
     assert begun().moved(numpy.full_like(START, now), 0) == set()
     assert Moves().moved(START, 0) == set()
     assert begun().moved(START[:2] * 100, 0) == set()  # of a state with other layers
-
-
-def test_a_zero_that_becomes_something_is_no_move():
-    """There is no ratio to it; the next sample of all layers meets it."""
-    now = START.copy()
-    now[2, 0] = 1e6
-    assert begun().moved(now, 0) == set()
+    zero = START.copy()
+    zero[2, 0] = 1e6
+    assert begun().moved(zero, 0) == set()  # there is no ratio to it
 
 
 def test_a_layer_has_so_many_tries_an_interval():
@@ -78,7 +68,6 @@ def test_a_layer_has_so_many_tries_an_interval():
 
 
 def test_a_layer_is_looked_for_until_a_sample_has_met_what_moved():
-    """Of tasks that come in turns the next step is another one: the early sample may meet the old amax."""
     moves = begun()
     assert moves.moved(START * 10, 0) == {0, 1, 2}
     moves.sampled([1], START, False)

@@ -130,7 +130,8 @@ def call(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tm
 
     def run(*arguments: object) -> tuple[int, str, str, list[Cell]]:
         status = amp.main(["--device", "cpu", *map(str, arguments)])
-        return status, *capsys.readouterr(), asked
+        out, err = capsys.readouterr()
+        return status, out, err, asked
 
     return run
 

@@ -71,7 +71,7 @@ def falcon() -> Any:
     """Its layers add the bias to a rounded product, and are of a subclass of nn.Linear."""
     torch.manual_seed(0)
     config = hf.FalconConfig(vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, bias=True)
-    model: Any = hf.FalconForCausalLM(config).to(torch.bfloat16).eval()
+    model: Any = hf.FalconForCausalLM(config).eval().bfloat16()
     for name, parameter in model.named_parameters():
         if name.endswith("bias"):
             nn.init.normal_(parameter)

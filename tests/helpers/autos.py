@@ -118,6 +118,11 @@ def lines(model: nn.Module) -> list[str]:
     return [line for found in controllers_of(model) for change in found.log for line in change.lines()]
 
 
+def decided(model: nn.Module) -> list[int]:
+    """The steps at which anything was decided."""
+    return sorted({change.step for found in controllers_of(model) for change in found.log})
+
+
 def plan_of(model: nn.Module, folder: Path) -> Recipe:
     """A recipe that repeats the model's decisions, by a file in the folder."""
     fe.inspect(model).save_plan(folder / "plan.json")

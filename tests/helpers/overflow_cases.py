@@ -4,7 +4,9 @@ Every planted part sits in the same net, between healthy layers, so that a victi
 the net runs under.  A part is FP16 by its own casts where autocast would choose otherwise, and so on every device.
 """
 
+import functools
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,20 +14,23 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from fp8engine.amp.overflow import find_overflow
+
 WIDTH = 16
+in_fp16 = functools.partial(torch.autocast, "cpu", torch.float16)
 
 
 class Part(nn.Module):
     """A function as a module, which holds these parts."""
 
-    def __init__(self, function: Callable[[Any], Any], **parts: nn.Module):
+    def __init__(self, function: Any, **parts: nn.Module):
         super().__init__()
-        self.function: Callable[[Any], Any] = function
+        self.function: Any = function
         for name, part in parts.items():
             self.add_module(name, part)
 
-    def forward(self, x):
-        return self.function(x)
+    def forward(self, *given, **named):
+        return self.function(*given, **named)
 
 
 class Times(torch.autograd.Function):
@@ -214,6 +219,24 @@ def step(model: nn.Module, case: Case) -> None:
     with torch.autocast("cpu", torch.float16):
         loss = model(x.requires_grad_()).float().pow(2).mean()
     (loss * case.scale).backward()
+
+
+def watched(model: nn.Module, x: Any, mode: str = "ops", passes: int = 1, under: Callable = nullcontext) -> Any:
+    """A watch of so many passes of x, each under a context: of their backward too, where there is one."""
+    with find_overflow(model, mode=mode) as watch:
+        for _ in range(passes):
+            with under():
+                y = model(x)
+            if isinstance(y, torch.Tensor) and y.requires_grad:
+                y.sum().backward()
+                model.zero_grad()
+    return watch
+
+
+def told(watch: Any, *names: str) -> list[tuple]:
+    """These fields of each of a watch's findings."""
+    watch.first()
+    return [tuple(getattr(found, name) for name in names) for found in watch.findings]
 
 
 def first(watch: Any, *names: str) -> tuple:

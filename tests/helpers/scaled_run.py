@@ -48,10 +48,22 @@ class Run:
         self.scaler.step(self.optimizer)
         self.scaler.update(*new_scale)
 
+    def steps(self, *values: float) -> None:
+        """Iterations whose gradients are these."""
+        for value in values:
+            self.step(value)
+
     def seen(self) -> tuple:
         """What an iteration can change."""
         state = self.scaler.state_dict()
         return state["scale"], state["_growth_tracker"], self.weight.tolist()
+
+
+def decorated_step(optimizer: Any, loss: torch.Tensor) -> None:
+    """One iteration with the optimizer that fe.amp.decorate has made."""
+    optimizer.zero_grad()
+    optimizer.backward(loss)
+    optimizer.step()
 
 
 def scaled_step(scaler: Any, optimizer: Any, loss: torch.Tensor) -> Any:
