@@ -122,7 +122,7 @@ def _replace_names() -> None:
     """Let the library take meta tensors for a card's, and benchmarks run each variant once."""
     from fp8engine.bench import cases, harness
     from fp8engine.kernels import launch
-    from fp8engine.ops import casts, device, library, matmul, scaled_grouped, scaled_mm, triton_backend
+    from fp8engine.ops import casts, device, grouped, library, matmul, scaled_grouped, scaled_mm, triton_backend
 
     plain = (torch.Tensor, torch.nn.Parameter)
     asked = matmul.asked
@@ -136,6 +136,7 @@ def _replace_names() -> None:
         (matmul._choose, lambda where, by_block, *rest: (asked() or ("triton" if by_block else "cublas"), None)),
         (matmul.choose_16_bits, lambda where, shape: "triton" if asked() == "triton" else "torch"),
         (scaled_mm.matmul, _scaled),
+        (grouped.groupable, lambda *tensors: True),
         (scaled_grouped.has_scaled_grouped, lambda where: True),
         (scaled_grouped.scaled_grouped, _scaled_grouped),
         (library.direct, _on_plain),

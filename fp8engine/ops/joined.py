@@ -20,7 +20,7 @@ from fp8engine._torch import FakeTensor
 from fp8engine.numerics.cast import Cast
 from fp8engine.numerics.formats import Format
 from fp8engine.ops import ranks
-from fp8engine.ops.reference import Slot
+from fp8engine.ops.reference import Operand, Slot
 from fp8engine.ops.reference.quantize import SATURATES, largest
 from fp8engine.ops.reference.scale import scale_factor
 
@@ -53,7 +53,14 @@ def under_one_scale(run: Callable, x_MK: torch.Tensor, cast: Cast, slot: Slot) -
         live[0, slot.index] = torch.where(nonfinite, live[0, slot.index], torch.maximum(live[0, slot.index], amax))
         if not cast.delayed:
             live[1, slot.index] = torch.where(nonfinite, live[1, slot.index], s)
-    return found
+    return found if x_MK.numel() else _under(found, torch.ones_like(s) / s)
+
+
+def _under(found: Any, scale: torch.Tensor) -> Any:
+    """What was cast of nothing, whose own scale is 1, under the scale of other ranks' codes, which arrive here."""
+    if isinstance(found, Operand):
+        return Operand(found.data, scale, *found[2:])
+    return tuple(_under(each, scale) for each in found) if isinstance(found, tuple) else found
 
 
 def _join(x_MK: torch.Tensor, predicted: torch.Tensor, group: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

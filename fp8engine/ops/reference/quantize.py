@@ -43,11 +43,8 @@ def quantize(
     ([[1.0, -2.0], [0.0, 4.0]], [[0.0078125], [0.015625]])
     """
     if x_MK.numel() == 0:
-        scale = x_MK.new_ones(cast.scale_shape(*x_MK.shape), dtype=torch.float32)
-        if slot is not None and cast.delayed:  # of a divided tensor: the scale under which other ranks' codes arrive
-            s = slot.live_2S[1, slot.index]
-            scale = torch.where(s > 0, scale / s, scale)
-        return x_MK.to(held or cast.dtype), scale
+        one = x_MK.new_ones(cast.scale_shape(*x_MK.shape), dtype=torch.float32)
+        return x_MK.to(held or cast.dtype), one
     if cast.rows == cast.cols == -1 and x_MK.device.type == "cpu":
         return _quantize_on_host(x_MK, cast, slot, held)
     return _quantize_groups(x_MK, cast, slot, held)
