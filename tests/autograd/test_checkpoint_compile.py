@@ -84,6 +84,7 @@ def test_no_code_is_kept_for_backward_and_only_what_writes_nothing_runs_again():
 
 
 @pytest.mark.slow
+@pytest.mark.few(2)
 @pytest.mark.parametrize("recipe", ["delayed", "blockwise"])
 @pytest.mark.parametrize("needs", ["weights", "input"])
 def test_gradients_of_weights_or_of_the_input_alone(recipe: str, needs: str):

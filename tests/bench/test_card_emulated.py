@@ -111,7 +111,7 @@ def test_every_smoke_check_and_every_group_has_its_place():
 
 
 @pytest.mark.slow
-@pytest.mark.few(1)
+@pytest.mark.nightly
 @pytest.mark.parametrize("place", SMOKE, ids=str)
 def test_smoke_checks_are_right_on_the_emulated_card(place: tuple[int, int], tmp_path: Path):
     ran = run(tmp_path, {"smoke": list(place)})

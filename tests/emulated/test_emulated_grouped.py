@@ -159,6 +159,7 @@ def test_hoppers_kernel_multiplies_every_division_of_rows(division: str, card, w
 
 
 @pytest.mark.slow
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kind", KINDS)
 def test_hoppers_kernel_sums_four_products_together_and_the_rest_alone(kind: str, card):
     there = card(90)

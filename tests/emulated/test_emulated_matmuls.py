@@ -41,7 +41,7 @@ def sizes(config: Config) -> tuple[int, int, int]:
     return 2 * config.block_m + 9, config.block_n + 16 + odd, K + odd
 
 
-@pytest.mark.few(5)
+@pytest.mark.few(3)
 @pytest.mark.slow
 @pytest.mark.parametrize(("operation", "architecture", "config"), committed())
 def test_a_committed_configuration_is_exact(operation: str, architecture: int, config: Config, card):

@@ -37,7 +37,7 @@ def spread(shape: tuple[int, int], dtype: torch.dtype, bad: bool) -> torch.Tenso
     return x.to(dtype)
 
 
-@pytest.mark.few(8)
+@pytest.mark.few(5)
 @pytest.mark.slow
 @pytest.mark.parametrize("bad", [False, True], ids=["finite", "not finite"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16], ids=str)

@@ -60,7 +60,7 @@ def test_a_whole_model_is_one_graph_for_every_batch(name: str, recipe: str):
     assert same(tables(compiled)[:2], tables(eager)[:2])
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", WAYS)
 def test_a_fused_family_compiles_in_both_modes(name: str):
     """With gradients an autograd Function becomes a subgraph, without them its forward is inlined.

@@ -11,12 +11,16 @@ from fp8engine.ops import triton_backend
 
 CPU = torch.device("cpu")
 EVERY = [*checks.checks(CPU), *smoke.checks(CPU)]
+SLOWEST = "activations 5x256, forward and backward"  # a minute; test_interpreted_act.py has each activation
 
 
 @pytest.mark.short
 @pytest.mark.slow
 @pytest.mark.few(20)
-@pytest.mark.parametrize(("name", "one"), EVERY, ids=[name for name, _ in EVERY])
+@pytest.mark.parametrize(
+    ("name", "one"),
+    [pytest.param(*each, marks=[pytest.mark.nightly] if each[0] == SLOWEST else [], id=each[0]) for each in EVERY],
+)
 def test_a_check_finds_nothing_wrong(name: str, one):
     assert one() is None
 

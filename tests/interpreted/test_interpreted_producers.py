@@ -118,6 +118,7 @@ def trained(monkeypatch, model: Any, granted: bool, dtype: torch.dtype) -> tuple
 
 @pytest.mark.short
 @pytest.mark.slow
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("recipe", "dtype"),
     [*((recipe, torch.bfloat16) for recipe in FP8_RECIPES), ("delayed", torch.float32), ("current", torch.float16)],
