@@ -149,8 +149,12 @@ def _replace_names() -> None:
     torch.Generator = _HostGenerator  # type: ignore[misc]
     autocast = torch.autocast
     torch.autocast = lambda kind, *rest, **more: (  # type: ignore[misc,assignment]
-        contextlib.nullcontext() if kind == "meta" else autocast(kind, *rest, **more)
+        _NoAutocast() if kind == "meta" else autocast(kind, *rest, **more)
     )
+
+
+class _NoAutocast(contextlib.nullcontext, contextlib.ContextDecorator):
+    """A context that does nothing, also round a function, as torch.autocast may be used."""
 
 
 def _on_plain(*arguments: Any) -> bool:
