@@ -58,9 +58,7 @@ class PerBlock:
 
     def __post_init__(self):
         if not all(isinstance(size, int) and size >= 1 for size in (self.rows, self.cols)):
-            raise InvalidRecipe(
-                f"{self!r}: a block has whole numbers of rows and columns, at least one row and one column"
-            )
+            raise InvalidRecipe(f"{self!r}: rows and columns of a block are whole numbers of 1 or more")
 
     def along(self, dim: int) -> PerBlock:
         """This granularity for a matmul that reduces `dim`: 1x128 along -1 becomes 128x1 along 0."""

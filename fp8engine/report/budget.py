@@ -77,9 +77,7 @@ def keep_budget_in_training(model: nn.Module, batches: int = 8) -> RemovableHand
     """
     controllers = _controllers(model, "keep_budget_in_training")
     if not isinstance(batches, int) or batches < measured.LEAST:
-        raise StateError(
-            f"keep_budget_in_training: {batches!r} batches; want a whole number, at least {measured.LEAST}"
-        )
+        raise StateError(f"keep_budget_in_training: batches={batches!r}; want a whole number from {measured.LEAST} on")
     if all(each.recipe.budget is None for each in controllers):
         raise StateError("keep_budget_in_training: no layer has a budget; fe.convert(model, fe.auto(budget=0.005))")
     return model.register_forward_pre_hook(measured.InTraining(controllers, batches), prepend=True, with_kwargs=True)

@@ -155,13 +155,12 @@ class StepSamples:
                 )
                 x, w, dy = (layout.part(self.parts[len(ROLES) * i + j]) for j, layout in enumerate(local))
                 if n and k:
-                    rows = tokens = 1.0
-                    if most := self.calls.get(i, (0, 0, 0, 0))[3]:
-                        number, before, total, *_ = self.calls[i]
-                        x.total.fill_(most)  # of several calls it was the last one's
-                        rows = total / most
-                        # Calls of as many rows each are taken to be of the same tokens again, as ALBERT's are.
-                        tokens = 1.0 if rows == number - before else rows
+                    number, before, total, most, _ = self.calls.get(i, (1, 0, 0, 0, 0))
+                    if most:  # x.total is the last call's
+                        x.total.fill_(most)
+                    rows = total / most if most else 1.0
+                    # Calls of as many rows each are taken to be of the same tokens again, as ALBERT's are.
+                    tokens = 1.0 if rows == number - before else rows
                     reads[i] = judge(x, w, dy if backward else None, rows, tokens)
             return Tables(self.slots_SL, reads, self.loss_1)
 

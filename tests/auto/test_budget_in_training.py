@@ -179,9 +179,9 @@ def test_what_cannot_be_measured_is_said_and_tried_again():
 @pytest.mark.parametrize(
     ("model", "batches", "why"),
     [
-        (lambda: under(0.5), 3, "3 batches; want a whole number, at least 4"),
-        (lambda: under(0.5), 4.5, "4.5 batches; want a whole number, at least 4"),
-        (lambda: under(0.5), "8", "'8' batches; want a whole number, at least 4"),
+        (lambda: under(0.5), 3, "batches=3; want a whole number from 4 on"),
+        (lambda: under(0.5), 4.5, "batches=4.5; want a whole number from 4 on"),
+        (lambda: under(0.5), "8", "batches='8'; want a whole number from 4 on"),
         (lambda: under(None), 8, "no layer has a budget"),
         (lambda: converted(taught(), "current"), 8, "no layer is under `auto`"),
     ],

@@ -179,10 +179,10 @@ def recipe(**changes) -> Recipe:
 CONTRADICTIONS = {
     "per tensor": (lambda: fe.PerRow(1), r"PerRow\(dim=1\)"),
     "empty block": (lambda: fe.PerBlock(0, 128), r"PerBlock\(rows=0, cols=128\)"),
-    "half a column": (lambda: fe.PerBlock(1, 1.5), r"cols=1\.5\): a block has whole numbers"),  # pyright: ignore[reportArgumentType]
+    "half a column": (lambda: fe.PerBlock(1, 1.5), r"cols=1\.5\): rows and columns of a block are whole"),  # pyright: ignore[reportArgumentType]
     "a quotient": (lambda: fe.blockwise(256 / 4), r"cols=64\.0\)"),  # pyright: ignore[reportArgumentType]
     "text": (lambda: fe.blockwise("128"), "cols='128'"),  # pyright: ignore[reportArgumentType]
-    "blockwise of nothing": (lambda: fe.blockwise(0), "at least one row"),
+    "blockwise of nothing": (lambda: fe.blockwise(0), "whole numbers of 1 or more"),
     "format by name": (lambda: Cast("E4M3"), "format='E4M3'"),  # pyright: ignore[reportArgumentType]
     "granularity class": (lambda: Cast(fe.E4M3, fe.PerRow), "granularity="),  # pyright: ignore[reportArgumentType]
     "delayed rows": (lambda: Cast(fe.E4M3, fe.PerRow(), "delayed"), "per row needs scaling='current'"),
