@@ -63,13 +63,22 @@ def _tell(screen: Console, outcome: Outcome) -> None:
     screen.print(outcome.summary.table())
     for result in outcome.summary.samples():
         screen.rule(f"what the model trained in {result.recipe} writes", style="dim", align="left")
-        screen.print(result.sample, markup=False, highlight=False)
+        screen.print(_printable(result.sample), markup=False, highlight=False)
     screen.rule(style="dim")
     for result in outcome.summary.results:
         _decided(screen, result)
     if outcome.signal is not None:
         say(screen, "stopped early: the report is up to here; go on with the same options and --resume")
     say_files(screen, outcome.files)
+
+
+def _printable(text: str) -> str:
+    r"""The text without characters that steer a terminal, which a model that has learned little writes.
+
+    >>> _printable("a\x1b[31m\n\tb\r")
+    'a\ufffd[31m\n\tb\ufffd'
+    """
+    return "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text)
 
 
 def _decided(screen: Console, result: Result, most: int = 5) -> None:

@@ -98,7 +98,7 @@ def _obstacle(decision: Decision, recipe: Recipe, uses: Counter) -> str | None:
     if decision.parameter != "weight":
         return "experts in one 3-D parameter"
     if uses[id(weight)] > 1:
-        return "its weight is shared with another module, which reads it in 16 bits"
+        return "its weight is shared with another module"
     if weight.is_meta:
         return "its weight is on the meta device (offloaded by Accelerate, or not loaded yet)"
     if hasattr(decision.module, "_hf_hook"):

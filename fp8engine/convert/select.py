@@ -66,8 +66,22 @@ class Decision:
 
 
 def weight_of(module: nn.Module, parameter: str = "weight") -> torch.Tensor:
-    """The module's weight, whatever it is stored as."""
-    return cast(torch.Tensor, getattr(module, parameter))
+    """The module's weight, whatever it is stored as.
+
+    A parametrised one is computed as in evaluation: in training spectral_norm's power iteration moves with each read.
+    """
+    parametrizations = getattr(module, "parametrizations", None)
+    computed = (
+        list(parametrizations.modules()) if parametrizations is not None and parameter in parametrizations else []
+    )
+    modes = [part.training for part in computed]
+    for part in computed:
+        part.training = False
+    try:
+        return cast(torch.Tensor, getattr(module, parameter))
+    finally:
+        for part, mode in zip(computed, modes, strict=True):
+            part.training = mode
 
 
 def told_by_config(module: nn.Module, key: str) -> Any:

@@ -140,7 +140,7 @@ def _put_all(model: nn.Module, others: Mapping[str, Stateful], states: dict[str,
                 raise StateError(f"part {name!r}: {type(error).__name__}: {error}") from error
 
     try:
-        _on_all(put, failed, "all parts are as they were: give parts that take what was saved")
+        _on_all(put, failed, "all parts are as they were: leave that part out (scales are then found anew)")
     except StateError:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of amaxes of this rank, which are its own

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import sys
 import warnings
 from collections import Counter
@@ -204,7 +205,7 @@ def _result(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
     """The floating-point tensor that a model makes of token ids."""
     options = {} if told_by_config(model, "use_cache") is None else {"use_cache": False}
     try:
-        with _one_text_in_each_row():
+        with _one_text_in_each_row(), _unlogged(logging.getLogger("torch._subclasses.fake_tensor")):
             found = model(ids, **options)
     except Exception as error:
         raise ConversionError(
@@ -231,6 +232,16 @@ def _one_text_in_each_row() -> Iterator[None]:
     finally:
         if look is not None:
             masks.find_packed_sequence_indices = look
+
+
+@contextlib.contextmanager
+def _unlogged(logger: logging.Logger) -> Iterator[None]:
+    """Let the error of a shape that does not fit be told once, by who catches it, and not by torch's log before."""
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before
 
 
 def _class_of(model: nn.Module) -> str:

@@ -12,6 +12,7 @@ layers' codes a second time, which costs 3 dB: so they are cast under the scale 
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections import Counter
 from dataclasses import replace
@@ -33,6 +34,7 @@ from fp8engine.numerics.recipe import Recipe, blockwise, current, mxfp8, rowwise
 
 BYPASSED = "other code reads its weight and does not call it: written in 16 bits"
 MERGED = "transformers saves its weight merged with others, or split or permuted: written in 16 bits"
+SHARED = "its weight is shared with another module"
 EXPERTS = "experts in one 3-D parameter: written in 16 bits"
 DIVIDED = "Llama4TextExperts"  # transformers' MODULES_TO_PATCH_FOR_QUANTIZATION, which it applies to this layout
 ONE_EXPERT = re.compile(r"\.\d+\.[^.]+\.weight$")  # of a tensor's name in the files
@@ -189,11 +191,13 @@ def needed_in_16_bits(model: nn.Module) -> dict[int, str]:
     uses = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
     high = list(getattr(model, "_keep_in_fp32_modules", None) or [])
     converters = _converters_on_saving(model)
+    # Names: before it has read the weights, `from_pretrained` has not tied them.
+    tied = set(itertools.chain(*(getattr(model, "all_tied_weights_keys", None) or {}).items()))
     for name, module in model.named_modules():
         if any(converter.rename_source_key(f"{name}.weight")[1] for converter in converters):
             found[id(module)] = MERGED
-        elif uses[id(module._parameters.get("weight"))] > 1:
-            found[id(module)] = "its weight is shared with another module, which reads it in 16 bits"
+        elif uses[id(module._parameters.get("weight"))] > 1 or f"{name}.weight" in tied:
+            found[id(module)] = SHARED
         elif high and not should_convert_module(name, high):
             found[id(module)] = "transformers keeps it in FP32 (_keep_in_fp32_modules)"
     return found

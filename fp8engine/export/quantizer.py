@@ -25,7 +25,7 @@ from fp8engine.convert.select import decide
 from fp8engine.convert.undo import revert
 from fp8engine.errors import BackendError, ConversionError, StateError, UnknownName, VersionError
 from fp8engine.export import headers
-from fp8engine.export.layers import needed_in_16_bits
+from fp8engine.export.layers import SHARED, needed_in_16_bits
 from fp8engine.export.layout import OURS, Stored, choose, read_recipes, to_config
 from fp8engine.nn.serving import Served, attach, make_served, trouble
 from fp8engine.numerics.recipe import Recipe, resolve
@@ -258,6 +258,9 @@ def _stored_layers(model, heads, name_in_file: dict[str, str], stored: Stored) -
             why = "in 16 bits in the checkpoint" if key else "its weight is not in the checkpoint"
             left[name] = needed.get(id(module), why)
             continue
+        if needed.get(id(module)) == SHARED:
+            where = f"{type(model).__name__} ties {name} to a layer that is not"
+            raise StateError(f"{key}.weight is FP8, and {where}: write the files anew from a model in 16 bits")
         shape = heads[f"{key}.weight"].shape
         if shape != tuple(module.weight.shape):
             raise StateError(f"{key}.weight is {list(shape)}; {name} of this config has {list(module.weight.shape)}")

@@ -57,6 +57,7 @@ class LiveReport:
         self.folder, self.every = Path(folder), every
         self.losses: dict[int, Any] = {}  # floats and tensors of one element
         self.events: EventWriter | None = None
+        self.noted: int | None = None  # the latest step
         self.written: int | None = None  # the latest step of events and of wandb
         find = importlib.util.find_spec
         found = {"tensorboard": find("tensorboard"), "wandb": sys.modules.get("wandb") or find("wandb")}
@@ -66,14 +67,17 @@ class LiveReport:
             warnings.warn(f"LiveReport({str(folder)!r}) writes {why}", ReportWarning, stacklevel=2)
 
     def step(self, model: nn.Module, step: int, loss: float | torch.Tensor | None = None) -> None:
-        """Note a step, counted from 0, and its loss; write where it is the last of `every`.
+        """Note a step, counted from 0, and its loss; write where a multiple of `every` steps has been reached.
 
+        Steps may be left out, as by a loop that calls this at each tenth one, or by Lightning with two optimizers.
         Raises ReportError for a loss that is not one number.
         """
         if loss is not None:
             # As a copy: a CUDA graph writes each loss to the same memory.
             self.losses[step] = number(loss, "LiveReport.step", ReportError).clone()
-        if (step + 1) % self.every == 0:
+        before = step - 1 if self.noted is None else self.noted
+        self.noted = step
+        if (step + 1) // self.every > (before + 1) // self.every:
             self.write(model, step)
 
     def write(self, model: nn.Module, step: int) -> None:

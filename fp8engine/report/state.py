@@ -140,14 +140,14 @@ class StateView(Mapping[str, SlotView]):
         for name, slot in self.slots().items():
             for key, target in _columns(*slot).items() if name in slots else ():
                 target[: slots[name][key].numel()] = slots[name][key][: target.numel()]
-        backward_seen = _of_each(state_dict.get("backward_seen", True), len(self.states))
+        # Whether a step was recorded and waits to be entered.  A file that does not say so has its amaxes tell.
+        recorded = [bool((state.live_2S[0] >= 0).any()) for state in self.states]
+        backward_seen = _of_each(state_dict.get("backward_seen", recorded), len(self.states))
         for state, came in zip(self.states, backward_seen, strict=True):
             state.live_2S[1].abs_()
             state.outputs.loaded(state.live_2S)
             state.saved_1.fill_(1)
-            state.loaded = True
-            # Whether a step was recorded and waits to be entered.
-            state.backward_seen = bool((state.live_2S[0] >= 0).any()) and came
+            state.loaded, state.backward_seen = True, came
 
     def _checked(self, state_dict: Mapping) -> tuple[Mapping, Sequence]:
         """(saved slots, states of "auto").  Raises StateError unless they are of this model under these recipes.

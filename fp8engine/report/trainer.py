@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import warnings
 from pathlib import Path
 from typing import Literal
 
@@ -18,7 +19,7 @@ import torch
 from transformers import TrainerCallback
 
 from fp8engine import files
-from fp8engine.errors import StateError
+from fp8engine.errors import ResumeWarning, StateError
 from fp8engine.report.live import LiveReport
 from fp8engine.report.state import load_scaling_state_dict, scaling_state_dict, without_state
 
@@ -28,6 +29,7 @@ FILE = "scaling_state.pt"
 class ScalingStateCallback(TrainerCallback):
     """Writes `scaling_state.pt` into each checkpoint of Trainer, and reads it back when a run is resumed from one.
 
+    Where Trainer ends with the best checkpoint's weights (`load_best_model_at_end`), their scales come with them.
     resume_from: the checkpoint's folder; None: `output_dir/checkpoint-STEP`, where Trainer puts them; False: start
     with fresh scales.  Raises StateError when the file is missing, cut short, or another model's: nothing is loaded.
 
@@ -60,16 +62,23 @@ class ScalingStateCallback(TrainerCallback):
             without_state(model)
             return
         path = (Path(self.resume_from) if self.resume_from else _folder(args, state)) / FILE
-        try:
-            saved = torch.load(path, map_location="cpu", weights_only=True)
-        except FileNotFoundError as error:
+        if not path.exists():
             raise StateError(
                 f"resumed at step {state.global_step}, but {path} is not there: ScalingStateCallback(resume_from=...) "
                 "names the checkpoint's folder; resume_from=False starts with fresh scales"
-            ) from error
-        except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
-            raise StateError(f"{path} cannot be read ({type(error).__name__}): cut short or damaged") from error
-        load_scaling_state_dict(model, saved)
+            )
+        _load(model, path)
+
+    def on_train_end(self, args, state, control, model=None, **_):
+        """Load the scaling state of the best checkpoint, whose weights Trainer has just loaded."""
+        if model is None or not args.load_best_model_at_end or not state.best_model_checkpoint:
+            return
+        path = Path(state.best_model_checkpoint) / FILE
+        if path.exists():
+            _load(model, path)
+        else:  # a checkpoint of before this callback
+            told = f"{path} is not there: the weights are the best checkpoint's, and the scales are the last step's"
+            warnings.warn(told, ResumeWarning, stacklevel=2)
 
 
 class ReportCallback(TrainerCallback):
@@ -103,6 +112,15 @@ class ReportCallback(TrainerCallback):
         """Write the last report."""
         if model is not None and state.global_step:
             self.live.write(model, state.global_step - 1)
+
+
+def _load(model, path: Path) -> None:
+    """Load the scaling state of that file."""
+    try:
+        saved = torch.load(path, map_location="cpu", weights_only=True)
+    except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
+        raise StateError(f"{path} cannot be read ({type(error).__name__}): cut short or damaged") from error
+    load_scaling_state_dict(model, saved)
 
 
 def _folder(args, state) -> Path:

@@ -1,6 +1,7 @@
 """fe.distributed.plan: bytes against those of real ranks, equal blocks multiplied, predicted times."""
 
 import json
+import logging
 import warnings
 from pathlib import Path
 from typing import Any
@@ -129,9 +130,13 @@ def test_numbers_that_do_not_divide(ranks, options, message):
         plan(planned.Model(), ranks, 48, **options)
 
 
-def test_models_that_take_no_token_ids():
+def test_models_that_take_no_token_ids(caplog: pytest.LogCaptureFixture):
+    torch_s = logging.getLogger("torch")
+    torch_s.addHandler(caplog.handler)  # it does not hand its records on
     with pytest.raises(ConversionError, match=r"token ids of shape \[1, 8\]; Sequential raised"):
         plan(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), 2, 8)
+    torch_s.removeHandler(caplog.handler)
+    assert caplog.records == []  # torch's own log of the same error, with its traceback
     assert not torch.distributed.is_initialized(), "another plan may follow"
     with pytest.raises(ConversionError, match="takes an nn\\.Module, not str"):
         plan("llama", 2, 8)  # pyright: ignore[reportArgumentType]

@@ -14,7 +14,7 @@ from torch import nn
 
 import fp8engine as fe
 from fp8engine.errors import BackendError, ConversionError, FrozenWarning, StateError, UnknownName
-from fp8engine.export.hf import Fp8EngineConfig, load
+from fp8engine.export.hf import Fp8EngineConfig, export, load
 from fp8engine.numerics.recipe import resolve
 
 RECIPES = ("current", "delayed", "rowwise", "rowwise_gw_hp", "blockwise")
@@ -51,6 +51,27 @@ def test_plain_weights_become_fp8(saved, ids, recipe):
     assert answers_alike(back, model, ids)
     generated = back.generate(ids, max_new_tokens=4, do_sample=False)
     assert torch.equal(generated, model.generate(ids, max_new_tokens=4, do_sample=False))
+
+
+def test_layers_that_are_tied_to_one_another_stay_in_16_bits(tmp_path: Path, ids):
+    """Zamba2's: transformers ties them after it has read the weights, one of them alone would hold codes."""
+    model: Any = tiny_models.zamba2().eval()
+    model.save_pretrained(tmp_path / "plain")
+    back = type(model).from_pretrained(tmp_path / "plain", quantization_config=Fp8EngineConfig("rowwise"))
+    tied = {name.removesuffix(".weight") for pair in model.all_tied_weights_keys.items() for name in pair}
+    linear = {
+        name: module for name, module in back.model.named_modules(prefix="model") if isinstance(module, nn.Linear)
+    }
+    twins = {name: module for name, module in linear.items() if name in tied}
+    assert len(twins) >= 2
+    assert {module.weight.dtype for module in twins.values()} == {torch.float32}
+    reasons = {row["name"]: row["reason"] for row in fe.inspect(back).layers}
+    assert {reasons[name] for name in twins} == {"its weight is shared with another module"}
+    export(model, tmp_path / "exported", "rowwise")
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(back(ids).logits, load(tmp_path / "exported", dtype=torch.float32)(ids).logits)
+    back.dequantize()
+    assert len({id(module.weight) for module in twins.values()}) < len(twins)
 
 
 @pytest.mark.parametrize("recipe", ["current", "rowwise", "blockwise"])

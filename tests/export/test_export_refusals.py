@@ -1,5 +1,6 @@
 """What export refuses, and that nothing is left of an export that fails."""
 
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -117,6 +118,17 @@ def test_a_tied_head_is_left_even_if_asked_for(tmp_path: Path):
     assert "shared with another module" in next(row["reason"] for row in report.left if row["name"] == "lm_head")
     back = load(tmp_path / "out")
     assert back.lm_head.weight is back.model.embed_tokens.weight
+
+
+def test_codes_of_a_layer_that_the_config_ties_are_refused(tmp_path: Path):
+    model = fe.convert(tiny_models.llama(), "current", overrides={"lm_head": "current"})
+    export(model, tmp_path / "out")
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    (tmp_path / "out" / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
+    with pytest.raises(
+        StateError, match=r"lm_head\.weight is FP8, and LlamaForCausalLM ties lm_head to a layer that is"
+    ):
+        load(tmp_path / "out")
 
 
 def test_what_transformers_keeps_in_fp32_is_left(tmp_path: Path):

@@ -55,6 +55,22 @@ def test_trainer_resumes_exactly(recipe: str, tmp_path: Path):
     assert same(everything(resumed), everything(straight))
 
 
+def test_the_best_checkpoints_weights_come_with_their_scales(tmp_path: Path):
+    """Under delayed scaling a metric depends on them: of the last step's scales it is another one."""
+    model = llama("delayed")
+    options = {"eval_strategy": "steps", "eval_steps": STOP, "load_best_model_at_end": True, "greater_is_better": True}
+    arguments = TrainingArguments(
+        str(tmp_path), max_steps=3 * STOP, save_steps=STOP, learning_rate=1.0, seed=1, **{**TRAINER, **options}
+    )
+    ran = Trainer(model, arguments, train_dataset=LINES, eval_dataset=LINES, callbacks=[ScalingStateCallback()])
+    ran.train()
+    assert str(ran.state.best_model_checkpoint).endswith(f"checkpoint-{STOP}"), "the largest loss is the first"
+    assert ran.evaluate()["eval_loss"] == ran.state.best_metric
+    (tmp_path / f"checkpoint-{STOP}" / FILE).unlink()
+    with pytest.warns(fe.errors.ResumeWarning, match="is not there: the weights are the best checkpoint's"):
+        ScalingStateCallback().on_train_end(arguments, ran.state, ran.control, model=model)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("recipe", "lost"), [("delayed", "the windows of amaxes of"), ("auto", "decisions of auto for")]

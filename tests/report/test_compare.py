@@ -216,6 +216,10 @@ def test_tables_name_what_matters_and_leave_out_what_is_not_there():
     own = [layer.own_sqnr_db or 0 for result in found.results for layer in result.layers if layer.name == "twice"]
     assert line.replace("│", " ").split()[2:] == [f"{sqnr:.1f}" for sqnr in own]
     assert show.layer_table(replace(found, results=found.results[:1])) is None  # BF16 has no worst layer
+    left = [replace(layer, recipe="none", own_sqnr_db=None) for layer in found.results[0].layers]
+    beside = replace(found, results=[replace(found.results[0], layers=left), *found.results[1:]])
+    (line,) = [line for line in shown(show.layer_table(beside)).splitlines() if "twice" in line]
+    assert line.replace("│", " ").split()[2:] == ["-", *(f"{sqnr:.1f}" for sqnr in own[1:])]
     assert [word for line in lines for word in ("wild", "twice") if word in line] == ["wild", "twice"]
 
 

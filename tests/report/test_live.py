@@ -165,6 +165,18 @@ def test_a_loss_in_memory_that_the_next_step_writes_to(tmp_path: Path):
             live.step(torch.nn.Linear(2, 2), 3, several)  # pyright: ignore[reportArgumentType]
 
 
+@pytest.mark.parametrize(
+    ("steps", "wanted"),
+    [(range(0, 60, 7), [14, 21, 35, 42, 49]), (range(9, 25), [9, 19]), (range(1, 40, 2), [9, 19, 29, 39])],
+)
+def test_steps_that_are_left_out_do_not_keep_it_from_writing(steps: range, wanted: list[int], tmp_path: Path):
+    live, wrote = LiveReport(tmp_path, every=10), []
+    live.write = lambda model, step: wrote.append(step)
+    for step in steps:
+        live.step(torch.nn.Linear(2, 2), step)
+    assert wrote == wanted
+
+
 def test_what_cannot_be_written_so_is_refused(tmp_path: Path):
     for callback in (LiveReport, ReportCallback, ForLightning):
         for every in (0, -1, 1.5, "100"):

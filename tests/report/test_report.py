@@ -338,6 +338,17 @@ def test_shares_of_what_was_not_measured_are_not_printed_as_zero():
         assert "0 %" not in page(unread).partition('<div class="cards">')[2].partition("<section")[0]
 
 
+def test_a_weight_that_is_computed_in_training_is_not_computed_anew():
+    """spectral_norm's power iteration moves when its weight is read in training."""
+    model = converted(nn.Sequential(nn.Linear(32, 16)), "rowwise")
+    nn.utils.parametrizations.spectral_norm(model[0])
+    model(torch.randn(4, 32))
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    assert fe.inspect(model).layers[0]["shape"] == [16, 32]
+    assert all(torch.equal(buffer, before[name]) for name, buffer in model.named_buffers())
+    assert all(module.training for module in model.modules())
+
+
 def test_names_are_printed_as_they_are():
     """rich would read [brackets] as markup and :colons: as pictures."""
     named = dataclasses.replace(fe.current(), name="[bold]mine[/bold]")

@@ -3,6 +3,7 @@
 import copy
 import io
 import json
+import math
 
 import pytest
 import torch
@@ -115,14 +116,41 @@ def test_under_auto_a_history_of_another_length_is_cut_or_leaves_the_rest(more: 
         fe.load_scaling_state_dict(fixed, {key: value for key, value in saved.items() if key != "auto"})
 
 
-def test_nothing_recorded_is_no_step_that_waits():
-    """A backward is said to have come, and yet no amax is there that a new step could enter."""
-    model = trained()
-    saved = fe.scaling_state_dict(model)
-    for slot in saved["slots"].values():
-        slot["live"][0] = -1.0
-    fe.load_scaling_state_dict(model, saved)
-    assert fe.scaling_state_dict(model)["backward_seen"] == [False]
+def test_a_run_resumed_behind_a_step_of_nan_decides_as_the_uninterrupted_one():
+    """Nothing of that step was finite, so that no amax was recorded; its backward ends a step all the same."""
+
+    def made() -> nn.Module:
+        layers = nn.Linear(24, 48), nn.LayerNorm(48), nn.GELU(), nn.Linear(48, 40), nn.ReLU(), nn.Linear(40, 8)
+        return converted(nn.Sequential(*layers), fe.auto(interval=2))
+
+    def run(resumes: bool) -> tuple[nn.Module, list]:
+        torch.manual_seed(0)
+        model, scaler = made(), torch.amp.GradScaler("cpu", init_scale=2.0**14)
+        optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+        for step in range(6):
+            for batch in (2 * step, 2 * step + 1):  # in the second copies of weights serve, which record no amax
+                drawn = torch.Generator().manual_seed(100 + batch)
+                x, wanted = torch.randn(12, 24, generator=drawn), torch.randn(12, 8, generator=drawn)
+                with torch.autocast("cpu", torch.float16):
+                    y = model(x * math.inf if step == 3 else x)
+                scaler.scale((y.float() - wanted).square().mean() / 2).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            if step == 3:
+                saved, weights = fe.scaling_state_dict(model), model.state_dict()
+                assert max(slot["live"][0] for slot in saved["slots"].values()) == -1.0
+                if resumes:
+                    model, moments = made(), optimizer.state_dict()
+                    model.load_state_dict(weights)
+                    fe.load_scaling_state_dict(model, saved)
+                    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+                    optimizer.load_state_dict(moments)
+        return model, fe.inspect(model).decisions
+
+    (whole, decided), (resumed, again) = run(False), run(True)
+    assert decided == again
+    assert same(list(whole.parameters()), list(resumed.parameters()))
 
 
 def test_a_slot_that_is_no_slot_is_named_and_nothing_is_loaded():

@@ -64,7 +64,8 @@ def layer_table(comparison: Comparison) -> Table | None:
     layers = [{layer.name: layer for layer in result.layers} for result in comparison.results]
     for name in sorted(worst, key=lambda name: worst[name])[:SHOWN]:
         shape = "x".join(map(str, layers[0][name].shape))
-        shown.add_row(name, shape, *(decibels(found[name].own_sqnr_db) for found in layers))
+        here = [found[name] for found in layers]
+        shown.add_row(name, shape, *("-" if each.recipe == "none" else decibels(each.own_sqnr_db) for each in here))
     return shown
 
 
