@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import dataclass, field
 from typing import Any
@@ -245,12 +246,5 @@ def shown(magnitude: float) -> str:
 
 def plain(value: Any) -> Any:
     """A value in types that JSON knows: NaN and Inf as text, a dtype as its name, a finding or layer as a dict."""
-    if isinstance(value, (Finding, LayerStats)):
-        return value.to_dict()
-    if isinstance(value, dict):
-        return {key: plain(inner) for key, inner in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [plain(inner) for inner in value]
-    if isinstance(value, torch.dtype):
-        return word(value)
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+    text = json.dumps(value, default=lambda part: word(part) if isinstance(part, torch.dtype) else part.to_dict())
+    return json.loads(text, parse_constant=lambda number: str(float(number)))
