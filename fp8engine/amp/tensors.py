@@ -77,16 +77,12 @@ def named_tensors(
     if isinstance(tree, torch.Tensor):
         yield path, tree
     elif id(tree) not in around:
-        around = (*around, id(tree))
-        if isinstance(tree, (tuple, list)):
-            parts = [(f"{path}[{i}]", part) for i, part in enumerate(tree)]
-        else:
-            held = tree if isinstance(tree, Mapping) else _fields(tree)
-            if objects and not held:
-                held, objects = _attributes(tree), False
-            parts = [(f"{path}.{key}" if path else str(key), part) for key, part in held.items()]
-        for name, part in parts:
-            yield from named_tensors(part, name, around, objects)
+        held = tree if isinstance(tree, Mapping) else _parts(tree)
+        if objects and not held:
+            held, objects = _attributes(tree), False
+        for key, part in held.items():
+            name = f"{path}[{key}]" if isinstance(tree, (list, tuple)) else f"{path}.{key}" if path else str(key)
+            yield from named_tensors(part, name, (*around, id(tree)), objects)
 
 
 def _fields(value: Any) -> dict[str, Any]:
