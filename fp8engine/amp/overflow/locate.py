@@ -37,22 +37,23 @@ class Seen:
     """What a batch has shown so far.
 
     found: its findings, first in time first.  guess: what its gradients would have shown without their ops.  ops:
-    events of ops of the forward that made NaN or Inf, whether it did harm or not, or a mask.  making, masking: calls
-    with such an op, or with a mask, inside.  cleared: layers that were named for what is a mask.  suspects: events of
-    -Inf alone, of which nothing finite has come yet.  bad: readings of the forward.  bad_weights, bad_inputs: what the
-    model was given, which may do no harm.
+    events of ops of the forward that made NaN or Inf, whether it did harm or not, or a mask.  cleared: layers that were
+    named for what is a mask.  suspects: events of -Inf alone, of which nothing finite has come yet.  bad: readings of
+    the forward.  bad_weights, bad_inputs: what the model was given, which may do no harm.
     """
 
     found: list[Finding] = field(default_factory=list)
     guess: Finding | None = None
     ops: list[Event] = field(default_factory=list)
-    making: set[Call] = field(default_factory=set)
-    masking: set[Call] = field(default_factory=set)
     cleared: set[str] = field(default_factory=set)
     suspects: list[Event] = field(default_factory=list)
     bad: set[Reading] = field(default_factory=set)
     bad_weights: list[Event] = field(default_factory=list)
     bad_inputs: dict[Reading, Event] = field(default_factory=dict)
+
+    def inside(self, call: Call, kind: str) -> bool:
+        """Whether an event of an op of that kind lies in a call."""
+        return any(op.kind == kind and call in op.around() for op in self.ops)
 
 
 class Locator:
@@ -82,12 +83,8 @@ class Locator:
         for event in batch.events:
             if event.kind in ("weight", "frozen", "buffer"):
                 self._weight(event)
-            elif event.kind in ("op", "log"):
+            elif event.kind in ("op", "log", "mask"):
                 seen.ops.append(event)
-                if event.kind == "op":
-                    seen.making.update(event.around())
-            elif event.kind == "mask":
-                seen.masking.update(event.around())
             elif event.kind in ("input", "output"):
                 for overflow in self._overflows(event):
                     self._name_maker(overflow)
@@ -153,9 +150,9 @@ class Locator:
         if maker.overflowed or given_bad or self._bad_weight(maker):  # it passes on what was found
             return [event]
         if call.opwise and holds != "NaN":
-            if maker in seen.making:
+            if seen.inside(maker, "op"):
                 return [event]
-            if holds == "-Inf" or maker in seen.masking:
+            if holds == "-Inf" or seen.inside(maker, "mask"):
                 self._masks.add((maker.name, holds))
                 if self._blamed[maker.name] == {holds}:
                     seen.cleared.add(maker.name)
@@ -211,7 +208,7 @@ class Locator:
         elif weight := self._bad_weight(culprit):
             self._name_weight(weight)
         else:
-            made = [op for op in seen.ops if op.call is culprit]
+            made = [op for op in seen.ops if op.call is culprit and op.kind != "mask"]
             if made:
                 op = next((op for op in made if op.reading.bad), made[0])
                 seen.found.append(_finding(event, culprit.name, **op.made))

@@ -146,13 +146,15 @@ class LayerStats:
             self.grad_peak = max(self.grad_peak, finite)
             self.grad_nonfinite += not reading.finite
 
-    def name_for(self, finding: Finding) -> None:
-        """Keep what the layer was named for."""
+    def name_for(self, finding: Finding, times: int) -> None:
+        """Enter what the layer was named for, and how often."""
         if finding.backward:
             self.grad_made = finding.output_amax
-            self.grad_nonfinite += 1
         else:
             self.made = finding.output_amax
+        if finding.in_a_layer:
+            self.guilty += times * finding.guilty
+            self.scaled += times * (not finding.guilty)
 
     def to_dict(self) -> dict:
         """Everything, in types that JSON knows."""
