@@ -67,7 +67,6 @@ class Locator:
         self._seen = Seen()
         self._named: set[str] = set()  # weights
         self._sound: set[str] = set()  # weights that were finite when they were read last
-        self._stale: set[str] = set()  # parameters whose gradient was bad before: accumulating leaves it so
         self._masks: set[tuple[str, str]] = set()  # modules that were seen to put in "Inf" or "-Inf" on purpose
         self._maybe_masks: set[tuple[str, str]] = set()  # modules whose -Inf only their ops can tell from a mask
         self._blamed: defaultdict[str, set[str]] = defaultdict(set)  # by module, what it was named for without its op
@@ -241,15 +240,12 @@ class Locator:
         return made, guess
 
     def _new_in_weights(self, batch: Batch) -> list[Event]:
-        """The gradients of weights that became bad in this batch."""
-        new: list[Event] = []
-        self._stale -= batch.without_gradient
-        for event in batch.events:
-            if event.kind in ("grad_weight", "grad_before"):
-                if not event.reading.finite and event.kind == "grad_weight" and event.name not in self._stale:
-                    new.append(event)
-                (self._stale.discard if event.reading.finite else self._stale.add)(event.name)
-        return new
+        """The gradients of weights that became bad in this batch; accumulating leaves so what was bad before."""
+        bad = [
+            event for event in batch.events if event.kind in ("grad_before", "grad_weight") and not event.reading.finite
+        ]
+        first = {event.name: event for event in reversed(bad)}
+        return [event for event in bad if event.kind == "grad_weight" and first[event.name] is event]
 
     def _guess_of_weights(self, weights: list[Event], good: list[Event], bad: Event | None) -> Finding | None:
         """good: gradients of tensors before the first bad one.  weights: bad gradients of weights."""
