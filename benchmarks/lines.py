@@ -24,23 +24,23 @@ ENGINE = ("numerics", "ops", "scaling", "autograd", "auto", "nn", "convert")  # 
 GOALS = {"engine": 8_600, "kernels": 2_500, "package": 20_600}  # lines of code
 # By room: lines of code that it may have.
 BUDGET = {
-    "amp": 3_110,
+    "amp": 3_097,
     "auto": 1_742,
     "autograd": 2_052,
     "bench": 796,
     "cli": 965,
     "convert": 1_750,
-    "demo": 1_016,
-    "distributed": 2_271,
-    "export": 1_346,
+    "demo": 993,
+    "distributed": 2_259,
+    "export": 1_338,
     "integrations": 195,
     "kernels": 2_886,
     "nn": 1_437,
     "numerics": 610,
     "ops": 3_120,
-    "report": 2_820,
+    "report": 2_801,
     "scaling": 1_343,
-    "top level": 441,
+    "top level": 440,
 }
 NO_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 

@@ -44,7 +44,6 @@ Function = TypeVar("Function", bound=Callable)
 Model = TypeVar("Model", bound=nn.Module)  # of functions that change a model in place and give it back
 
 norm_base = torch.nn.modules.batchnorm._NormBase  # every batch norm and instance norm
-has_any_global_hook = torch.nn.modules.module._has_any_global_hook  # hooks on every module; a fused call skips them
 disable_current_modes = _disable_current_modes  # a stored tensor is read without its reader's modes seeing it
 
 # Dispatch: whether an operation may be called directly, without torch's dispatcher.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -59,28 +59,35 @@ def readable(tensor: torch.Tensor) -> torch.Tensor | None:
     return None if tensor.device.type == "meta" or is_functorch_wrapped_tensor(tensor) else tensor
 
 
-def tensors(tree: Any, around: tuple[int, ...] = (), objects: bool = False) -> Iterator[torch.Tensor]:
-    """Every tensor in nested tuples, lists, dicts (a Hugging Face output is a dict) and dataclasses, in order.
+def tensors(tree: Any, objects: bool = False) -> Iterator[torch.Tensor]:
+    """Every tensor in nested tuples, lists, mappings (a Hugging Face output is one) and dataclasses, in order.
 
-    around: ids of what holds the tree, which it may hold in turn.  objects: also in what other objects hold, but not in
-    objects that those hold.
+    objects: also in what other objects hold, but not in objects that those hold.
+    """
+    return (tensor for _, tensor in named_tensors(tree, objects=objects))
+
+
+def named_tensors(
+    tree: Any, path: str = "", around: tuple[int, ...] = (), objects: bool = False
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """(where it is in the tree, as "hidden[0].keys", tensor) of each of `tensors`.
+
+    path: of the tree itself.  around: ids of what holds the tree, which it may hold in turn.
     """
     if isinstance(tree, torch.Tensor):
-        yield tree
-    elif isinstance(tree, (tuple, list)):
-        for value in tree:
-            yield from tensors(value, around, objects)
-    else:
-        held = tree if isinstance(tree, dict) else _fields(tree, around)
+        yield path, tree
+    elif id(tree) not in around:
+        held = tree if isinstance(tree, Mapping) else _parts(tree)
         if objects and not held:
             held, objects = _attributes(tree), False
-        for value in held.values():
-            yield from tensors(value, (*around, id(tree)), objects)
+        for key, part in held.items():
+            name = f"{path}[{key}]" if isinstance(tree, (list, tuple)) else f"{path}.{key}" if path else str(key)
+            yield from named_tensors(part, name, (*around, id(tree)), objects)
 
 
-def _fields(value: Any, around: tuple[int, ...]) -> dict[str, Any]:
-    """What an instance of a dataclass holds, by name; nothing of anything else, or of one of those around."""
-    if not dataclasses.is_dataclass(value) or isinstance(value, (type, dict)) or id(value) in around:
+def _fields(value: Any) -> dict[str, Any]:
+    """What an instance of a dataclass holds, by name; nothing of anything else."""
+    if not dataclasses.is_dataclass(value) or isinstance(value, (type, dict)):
         return {}
     return {field.name: getattr(value, field.name, None) for field in dataclasses.fields(value)}
 
@@ -118,7 +125,7 @@ def cast_all(
     """The tree with its tensors of these dtypes cast to another; what holds none of them is the object itself.
 
     A container that holds some is copied, a frozen dataclass too; one that can be written into is noted in `lent`.
-    around: as for `tensors`.
+    around: as for `named_tensors`.
     """
     if isinstance(tree, torch.Tensor):
         return tree.to(to) if tree.dtype in of else tree
@@ -141,7 +148,7 @@ def _parts(value: Any) -> dict[Any, Any]:
     """What a list, tuple, dict or dataclass holds, by key; nothing of anything else."""
     if isinstance(value, (list, tuple)):
         return dict(enumerate(value))
-    return dict(value) if isinstance(value, dict) else _fields(value, ())
+    return dict(value) if isinstance(value, dict) else _fields(value)
 
 
 def _put(value: Any, parts: dict[Any, Any]) -> None:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from fp8engine.demo import disk
 from fp8engine.demo.report import Result, Summary, differences
 from fp8engine.report.figure import DIM, INK, png, titles
+from fp8engine.report.page.svg import colour
 from fp8engine.scaling.table import ROLES
 
 if TYPE_CHECKING:
@@ -32,13 +33,6 @@ COLOURS = {
 }
 WARNING = "#9a3b00"  # of the remark that speeds are emulated
 GOAL = 0.5  # percent: DESIGN section 9
-# What `auto` casts to, from coarse to fine -> its colour; a slot whose matmuls differ is shown as the finest of them.
-FORMATS = {
-    "E5M2, one scale": "#e69f00",
-    "E4M3, one scale": "#a8d5c2",
-    "a scale per row or block": "#0072b2",
-    "16 bits": "#4a4f57",
-}
 
 
 def draw(summary: Summary, path: Path) -> Path | None:
@@ -124,51 +118,31 @@ def _difference(panel: Axes, results: list[Result]) -> None:
 
 
 def _formats(panel: Axes, result: Result) -> None:
-    """The format of every tensor that a linear layer casts, over the steps: a row each, its input, weight, gradient."""
-    from matplotlib.colors import ListedColormap
+    """The cast of every tensor that a linear layer reads, over the steps: a row each, its input, weight, gradient."""
+    from matplotlib.colors import to_rgb
     from matplotlib.patches import Patch
 
-    slots = list(result.formats)
-    rows = [_over_steps(result, slot) for slot in slots]
-    names = list(FORMATS)
-    image = [[names.index(kind) for kind in row] for row in rows]
-    panel.imshow(
-        image, aspect="auto", interpolation="nearest", cmap=ListedColormap(list(FORMATS.values())),
-        vmin=0, vmax=len(names) - 1, extent=(0, result.steps, len(slots), 0),
-    )  # fmt: skip
-    layers = list(dict.fromkeys(slot.rpartition(".")[0] for slot in slots))
+    rows = [_over_steps(result, slot) for slot in result.formats]
+    shades = {colour(cast): cast.partition(" (")[0] for row in rows for cast in row}  # the page's colours
+    image = [[to_rgb(colour(cast)) for cast in row] for row in rows]
+    panel.imshow(image, aspect="auto", interpolation="nearest", extent=(0, result.steps, len(rows), 0))
+    layers = list(dict.fromkeys(slot.rpartition(".")[0] for slot in result.formats))
     for place in range(1, len(layers)):
         panel.axhline(len(ROLES) * place, color="white", linewidth=1.5)
     middles = [len(ROLES) * place + len(ROLES) / 2 for place in range(len(layers))]
     panel.set_yticks(middles, [layer.removeprefix("blocks.") for layer in layers])
     panel.set_xlabel("step; of each layer: input, weight, gradient")
     panel.set_title(f"what {result.recipe} chose: {len(result.decisions)} changes", loc="left", fontsize=10)
-    seen = [name for place, name in enumerate(names) if any(place in row for row in image)]
-    patches = [Patch(color=FORMATS[name], label=name) for name in seen]
-    panel.legend(handles=patches, frameon=False, loc="upper center", bbox_to_anchor=(0.45, -0.1), ncols=2, fontsize=8.5)
+    patches = [Patch(color=shade, label=cast) for shade, cast in shades.items()]
+    panel.legend(handles=patches, frameon=False, loc="upper center", bbox_to_anchor=(0.45, -0.1), ncols=3, fontsize=8.5)
 
 
 def _over_steps(result: Result, slot: str) -> list[str]:
-    """The key of FORMATS of one slot at each step."""
+    """The cast of one slot at each step."""
     changes = [change for change in result.decisions if change["slot"] == slot]
     casts = [changes[0]["before"] if changes else result.formats[slot], *(change["after"] for change in changes)]
     starts = [0, *(change["step"] for change in changes), result.steps]
-    return [
-        kind_of(cast) for cast, (first, last) in zip(casts, pairwise(starts), strict=True) for _ in range(first, last)
-    ]
-
-
-def kind_of(cast: str) -> str:
-    """The key of FORMATS of a cast as decisions and reports write it.
-
-    >>> kind_of("E5M2/tensor"), kind_of("E4M3/tensor (wgrad E4M3/row)"), kind_of("bfloat16")
-    ('E5M2, one scale', 'a scale per row or block', '16 bits')
-    """
-    if "E4M3" not in cast and "E5M2" not in cast:
-        return "16 bits"
-    if any(finer in cast for finer in ("row", "column", "block", "1x128")):
-        return "a scale per row or block"
-    return "E5M2, one scale" if cast.startswith("E5M2") else "E4M3, one scale"
+    return [cast for cast, (first, last) in zip(casts, pairwise(starts), strict=True) for _ in range(first, last)]
 
 
 def _bars(panel: Axes, results: list[Result], title: str, values: list[float]) -> None:

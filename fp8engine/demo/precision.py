@@ -28,8 +28,8 @@ from torch import nn
 from fp8engine import _torch
 from fp8engine._torch import TorchDispatchMode, tree_map
 from fp8engine.convert.swap import convert
-from fp8engine.errors import EmulationWarning, UnknownName
-from fp8engine.numerics.recipe import RECIPES
+from fp8engine.errors import EmulationWarning
+from fp8engine.numerics.recipe import resolve
 from fp8engine.ops.device import cpu_multiplies
 from fp8engine.report.collect import inspect
 
@@ -95,8 +95,7 @@ class Precision:
     """
 
     def __init__(self, recipe: str, device: torch.device):
-        if recipe not in RECIPES:
-            raise UnknownName("recipe", recipe, RECIPES)
+        resolve(recipe)
         self.recipe, self.device = recipe, device
         beside_fp8 = torch.bfloat16 if device.type == "cuda" else None
         self.autocast = PLAIN.get(recipe, beside_fp8)

@@ -56,7 +56,7 @@ class Result:
     where none was).  skipped: steps lost to overflow under the loss scale.
     sample: text that the model writes; "" where it is not shown.
     decisions: changes of format under auto, as in fe.inspect(model).decisions.  formats: the last cast of each slot
-    under auto, as the report writes it.
+    under auto, as its decisions write it.
     """
 
     recipe: str

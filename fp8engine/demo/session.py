@@ -28,11 +28,9 @@ from fp8engine.demo.precision import DEFAULT, PLAIN
 from fp8engine.demo.progress import Silent
 from fp8engine.demo.report import TABLE, Result, Summary, about
 from fp8engine.demo.trainer import Keeping, OnStep, Trainer
-from fp8engine.errors import UnknownName
-from fp8engine.numerics.recipe import RECIPES
+from fp8engine.numerics.recipe import resolve
 from fp8engine.report.collect import inspect
 from fp8engine.report.folded import measured as measured_share
-from fp8engine.scaling.table import ROLES
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 PROMPT = b"The "
@@ -72,7 +70,6 @@ def measured(trainer: Trainer, sampled: bool = True) -> Result:
     known = dict(curve.validation)
     report = inspect(trainer.model)
     totals = report.totals
-    decided = [layer for layer in report.layers if layer["recipe"] != "none"] if report.auto.plans else []
     return Result(
         recipe=trainer.recipe,
         seed=trainer.seed,
@@ -89,7 +86,7 @@ def measured(trainer: Trainer, sampled: bool = True) -> Result:
         sample=sample(trainer) if sampled else "",
         curve=curve,
         decisions=report.decisions,
-        formats={f"{layer['name']}.{role}": layer[role]["cast"] for layer in decided for role in ROLES},
+        formats={slot: samples[-1].cast for slot, samples in report.auto.samples.items()},
     )
 
 
@@ -136,8 +133,7 @@ class Session:
 
     def __post_init__(self):
         for recipe in self.recipes:
-            if recipe not in RECIPES:
-                raise UnknownName("recipe", recipe, RECIPES)
+            resolve(recipe)
         if len(set(self.recipes)) < len(self.recipes) or not self.recipes:
             raise DemoError(f"recipes {', '.join(self.recipes)}: want each once, and at least one")
         check_seed(self.seed)

@@ -155,8 +155,7 @@ class Gather:
         self.parameters = [(module, each) for module in modules for each in _torch.sharded_parameters(module)]
         _, first = self.parameters[0]
         self.scales = WeightScales(first.shard_mesh_from_root.get_group(), first.device)
-        self.trained: list[int] = []  # optimizer steps of the states when the last forward with gradients began
-        self.versions: list[tuple] = []  # of the weights, then
+        self.versions: list[tuple] = []  # of the weights, when the last forward with gradients began
         self.uncounted = 0  # forwards with gradients before the first optimizer step
         self.weights = [
             ShardedWeight(module, parameter, numerics, self.scales_of)
@@ -214,14 +213,14 @@ class Gather:
                 state.enter()
         for weight in self.weights:
             weight.attach()
-        steps, trains = [state.optimizer_steps for state in self.states], torch.is_grad_enabled()
+        stepped, trains = any(state.optimizer_steps for state in self.states), torch.is_grad_enabled()
         if not in_backward():
-            self.current = True
-            if steps != self.trained:
+            self.current, same_step = True, all(state.must_wait for state in self.states)
+            if not same_step:
                 for weight in self.weights:
                     weight.follow()
             versions = [weight.version() for weight in self.weights]
-            if steps == self.trained and versions == self.versions and any(steps) and trains:
+            if same_step and versions == self.versions and stepped and trains:
                 self.scales.predict()
             else:
                 self.scales.join(self.as_codes())
@@ -229,9 +228,8 @@ class Gather:
             if trains or any(state.decides_next for state in self.states):
                 with outside_of_autocast(self.states[0].device):
                     sample_weights(self.as_codes(), self.scales.group)
-            self._tell(trains and not any(steps))
+            self._tell(trains and not stepped)
         if trains:
-            self.trained = steps
             for state in self.states:
                 state.trained = state.optimizer_steps
 

@@ -77,6 +77,8 @@ def run_step(model: nn.Module, way: Way, mesh: dist.DeviceMesh, ids: tuple[int, 
 
     mesh: of `mesh_of`.  Where "tp" has several ranks, the model is divided by `decoder_plan`, in 16 bits too.
     """
+    from torch.utils.flop_counter import FlopCounterMode  # imports Triton
+
     model.to(torch.float32)  # of a BF16 checkpoint, whose optimizer steps in FP32
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that a CPU emulates FP8: nothing is computed
@@ -85,7 +87,7 @@ def run_step(model: nn.Module, way: Way, mesh: dist.DeviceMesh, ids: tuple[int, 
         warnings.simplefilter("ignore")
         _to_empty(model)
         saved = Saved()
-        with Traffic(groups_of(mesh)) as traffic, Flops() as counter:
+        with Traffic(groups_of(mesh)) as traffic, FlopCounterMode(display=False) as counter:
             with torch.autograd.graph.saved_tensors_hooks(saved.pack, lambda x: x):
                 loss = _result(model, torch.zeros(ids, dtype=torch.long)).float().square().mean()
             activations = saved.bytes(less=model.parameters())
@@ -104,7 +106,7 @@ def run_step(model: nn.Module, way: Way, mesh: dist.DeviceMesh, ids: tuple[int, 
         "gradients to reduce": max(reduced, default=0),
         ACTIVATIONS: activations,
     }
-    return Step(traffic.bytes, traffic.calls, Counter(memory), counter.total)
+    return Step(traffic.bytes, traffic.calls, Counter(memory), counter.get_total_flops())
 
 
 def _shard(model: nn.Module, way: Way, mesh: dist.DeviceMesh) -> None:
@@ -151,23 +153,6 @@ def _to_empty(model: nn.Module) -> None:
     for (first, name), *others in readers.values():
         for module, other in others:
             module._parameters[other] = first._parameters[name]
-
-
-class Flops(_torch.TorchDispatchMode):
-    """Counts FLOPs by torch's formulas; torch's FlopCounterMode hooks all modules, and then nothing runs fused."""
-
-    def __init__(self):
-        super().__init__()
-        self.total = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        from torch.utils.flop_counter import flop_registry  # imports Triton
-
-        kwargs = kwargs or {}
-        result = func(*args, **kwargs)
-        if (count := flop_registry.get(func._overloadpacket)) is not None:
-            self.total += count(*args, **kwargs, out_val=result)
-        return result
 
 
 class Saved:

@@ -205,11 +205,9 @@ def needed_in_16_bits(model: nn.Module) -> dict[int, str]:
 
 def _converters_on_saving(model: Any) -> list:
     """What computes published tensors from a model's when transformers saves it: more than a change of name."""
-    try:
-        from transformers.conversion_mapping import get_model_conversion_mapping
-        from transformers.core_model_loading import WeightConverter
-    except ImportError:  # transformers 4 saves what a model holds
-        return []
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightConverter
+
     loaded = getattr(model, "_weight_conversions", None)  # those that from_pretrained used
     mapping = get_model_conversion_mapping(model, add_legacy=False) if loaded is None else loaded
     return [entry.reverse_transform() for entry in mapping if isinstance(entry, WeightConverter)]

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from op_counts import WAITS, Counted
-from overflow_cases import BY_NAME, HEALTHY, PART, Case, Part, first, in_fp16, make, step, told, watched
+from overflow_cases import BY_NAME, HEALTHY, PART, Case, Part, Times, first, in_fp16, make, step, told, watched
 from scaled_run import scaled_step
 from torch import nn
 
@@ -227,6 +227,31 @@ def test_a_gradient_that_was_bad_before_is_nobodys_fault_until_it_is_zeroed():
         for _ in range(3):  # never zeroed again: found once
             step(model, SQRT)
     assert told(watch, "layer", "op", "step") == [(PART, "SqrtBackward0", 2)]
+
+
+class Weighs(nn.Module):
+    """x itself; the gradient of its weight is NaN."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+
+    def forward(self, x):
+        return x + Times.apply(self.weight, torch.inf) * 0
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_a_gradient_that_is_zeroed_counts_each_time(set_to_none: bool):
+    model, scaler = nn.Sequential(nn.Linear(4, 4), Weighs()), torch.amp.GradScaler("cpu")
+    optimizer = torch.optim.SGD(model.parameters(), 0.0)
+    with find_overflow(model, scaler) as watch:
+        for _ in range(3):
+            scaler.scale(model(torch.ones(2, 4)).sum()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad(set_to_none)
+    row = next(layer for layer in watch.report().layers if layer.name == "1")
+    assert row.guilty + row.scaled == 3
 
 
 def test_a_layer_that_is_unfrozen_during_the_watch_is_watched(mode: str):

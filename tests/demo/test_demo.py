@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -20,6 +21,7 @@ from fp8engine.demo.report import COLUMNS, Summary, about
 from fp8engine.demo.trainer import Trainer
 from fp8engine.errors import UnknownName
 from fp8engine.ops import device
+from fp8engine.report.page.svg import colour
 from fp8engine.report.state import scaling_state_dict
 
 TINY = Config(size="tiny", steps=40, batch=8)
@@ -310,23 +312,19 @@ def test_the_picture_pairs_losses_with_fp32s_of_the_same_seed_and_step():
 
 
 def test_the_picture_shows_each_format_from_its_step_on():
+    from matplotlib.colors import to_rgb
+
     base = run(Config(size="tiny", steps=1, batch=2), "fp32")
     changes = [
         {"step": 1, "slot": "blocks.0.up.input", "before": "E5M2/tensor", "after": "E4M3/tensor"},
         {"step": 3, "slot": "blocks.0.up.input", "before": "E4M3/tensor", "after": "E4M3/tensor (wgrad E4M3/row)"},
-        {"step": 4, "slot": "blocks.0.up.weight", "before": "E4M3/tensor", "after": "bfloat16"},
+        {"step": 4, "slot": "blocks.0.up.weight", "before": "E4M3/tensor", "after": "BF16"},
     ]
-    formats = {
-        "blocks.0.up.input": "E4M3 per row", "blocks.0.up.weight": "none", "blocks.0.up.grad_output": "E4M3 per tensor"
-    }  # fmt: skip
+    formats = dict.fromkeys((f"blocks.0.up.{role}" for role in picture.ROLES), "E4M3/tensor")
     panel = panel_of(picture._formats, replace(base, recipe="auto", steps=5, decisions=changes, formats=formats))
-    e5m2, e4m3, finer, none = range(4)
-    assert list(picture.FORMATS)[none] == "16 bits"
-    assert panel.images[0].get_array().tolist() == [
-        [e5m2, e4m3, e4m3, finer, finer],
-        [e4m3, e4m3, e4m3, e4m3, none],
-        [e4m3] * 5,
-    ]
+    e5m2, e4m3, none = (to_rgb(colour(cast)) for cast in ("E5M2/tensor", "E4M3/tensor", "BF16"))  # as on the page
+    shown = [[e5m2, *[e4m3] * 4], [*[e4m3] * 4, none], [e4m3] * 5]
+    assert panel.images[0].get_array().data == pytest.approx(np.array(shown))
     assert [tick.get_text() for tick in panel.get_yticklabels()] == ["0.up"]
 
 
@@ -334,5 +332,5 @@ def test_a_run_under_auto_knows_the_cast_of_every_slot():
     result = run(Config(size="tiny", steps=2, batch=2), "auto")
     layers = [f"blocks.{block}.{layer}" for block in range(2) for layer in ("qkv", "proj", "up", "down")]
     assert list(result.formats) == [f"{layer}.{role}" for layer in layers for role in picture.ROLES]
-    assert result.formats["blocks.0.qkv.input"] == "E4M3 per tensor"
+    assert result.formats["blocks.0.qkv.input"] == "E4M3/tensor"
     assert run(Config(size="tiny", steps=1, batch=2), "current").formats == {}

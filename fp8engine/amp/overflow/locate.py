@@ -37,22 +37,23 @@ class Seen:
     """What a batch has shown so far.
 
     found: its findings, first in time first.  guess: what its gradients would have shown without their ops.  ops:
-    events of ops of the forward that made NaN or Inf, whether it did harm or not, or a mask.  making, masking: calls
-    with such an op, or with a mask, inside.  cleared: layers that were named for what is a mask.  suspects: events of
-    -Inf alone, of which nothing finite has come yet.  bad: readings of the forward.  bad_weights, bad_inputs: what the
-    model was given, which may do no harm.
+    events of ops of the forward that made NaN or Inf, whether it did harm or not, or a mask.  cleared: layers that were
+    named for what is a mask.  suspects: events of -Inf alone, of which nothing finite has come yet.  bad: readings of
+    the forward.  bad_weights, bad_inputs: what the model was given, which may do no harm.
     """
 
     found: list[Finding] = field(default_factory=list)
     guess: Finding | None = None
     ops: list[Event] = field(default_factory=list)
-    making: set[Call] = field(default_factory=set)
-    masking: set[Call] = field(default_factory=set)
     cleared: set[str] = field(default_factory=set)
     suspects: list[Event] = field(default_factory=list)
     bad: set[Reading] = field(default_factory=set)
     bad_weights: list[Event] = field(default_factory=list)
     bad_inputs: dict[Reading, Event] = field(default_factory=dict)
+
+    def inside(self, call: Call, kind: str) -> bool:
+        """Whether an event of an op of that kind lies in a call."""
+        return any(op.kind == kind and call in op.around() for op in self.ops)
 
 
 class Locator:
@@ -66,7 +67,6 @@ class Locator:
         self._seen = Seen()
         self._named: set[str] = set()  # weights
         self._sound: set[str] = set()  # weights that were finite when they were read last
-        self._stale: set[str] = set()  # parameters whose gradient was bad before: accumulating leaves it so
         self._masks: set[tuple[str, str]] = set()  # modules that were seen to put in "Inf" or "-Inf" on purpose
         self._maybe_masks: set[tuple[str, str]] = set()  # modules whose -Inf only their ops can tell from a mask
         self._blamed: defaultdict[str, set[str]] = defaultdict(set)  # by module, what it was named for without its op
@@ -82,12 +82,8 @@ class Locator:
         for event in batch.events:
             if event.kind in ("weight", "frozen", "buffer"):
                 self._weight(event)
-            elif event.kind in ("op", "log"):
+            elif event.kind in ("op", "log", "mask"):
                 seen.ops.append(event)
-                if event.kind == "op":
-                    seen.making.update(event.around())
-            elif event.kind == "mask":
-                seen.masking.update(event.around())
             elif event.kind in ("input", "output"):
                 for overflow in self._overflows(event):
                     self._name_maker(overflow)
@@ -153,9 +149,9 @@ class Locator:
         if maker.overflowed or given_bad or self._bad_weight(maker):  # it passes on what was found
             return [event]
         if call.opwise and holds != "NaN":
-            if maker in seen.making:
+            if seen.inside(maker, "op"):
                 return [event]
-            if holds == "-Inf" or maker in seen.masking:
+            if holds == "-Inf" or seen.inside(maker, "mask"):
                 self._masks.add((maker.name, holds))
                 if self._blamed[maker.name] == {holds}:
                     seen.cleared.add(maker.name)
@@ -211,7 +207,7 @@ class Locator:
         elif weight := self._bad_weight(culprit):
             self._name_weight(weight)
         else:
-            made = [op for op in seen.ops if op.call is culprit]
+            made = [op for op in seen.ops if op.call is culprit and op.kind != "mask"]
             if made:
                 op = next((op for op in made if op.reading.bad), made[0])
                 seen.found.append(_finding(event, culprit.name, **op.made))
@@ -244,15 +240,12 @@ class Locator:
         return made, guess
 
     def _new_in_weights(self, batch: Batch) -> list[Event]:
-        """The gradients of weights that became bad in this batch."""
-        new: list[Event] = []
-        self._stale -= batch.without_gradient
-        for event in batch.events:
-            if event.kind in ("grad_weight", "grad_before"):
-                if not event.reading.finite and event.kind == "grad_weight" and event.name not in self._stale:
-                    new.append(event)
-                (self._stale.discard if event.reading.finite else self._stale.add)(event.name)
-        return new
+        """The gradients of weights that became bad in this batch; accumulating leaves so what was bad before."""
+        bad = [
+            event for event in batch.events if event.kind in ("grad_before", "grad_weight") and not event.reading.finite
+        ]
+        first = {event.name: event for event in reversed(bad)}
+        return [event for event in bad if event.kind == "grad_weight" and first[event.name] is event]
 
     def _guess_of_weights(self, weights: list[Event], good: list[Event], bad: Event | None) -> Finding | None:
         """good: gradients of tensors before the first bad one.  weights: bad gradients of weights."""

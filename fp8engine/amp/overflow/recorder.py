@@ -83,7 +83,7 @@ class Recorder:
                 self._hook(self._attached, name, module)
         self._followed.clear()
         self._follow_weights()
-        self._read("grad_before", [(name, p.grad) for name, p in self._parameters if p.is_leaf])
+        self._read_gradients()
         if self.scaler is not None:
             self._follow_scaler()
 
@@ -162,9 +162,10 @@ class Recorder:
         if left > 1:
             self._rewatched[name] = left - 1
         opwise = self.always or left > 0
-        self.trace.batch = Batch(opwise, {name for name, p in self._parameters if p.grad is None})
+        self.trace.batch = Batch(opwise)
         self._follow_weights()
         self._read_weights()
+        self._read_gradients()
         self._read_scale()
         if opwise:
             if self.compiled:
@@ -184,6 +185,10 @@ class Recorder:
             for key, buffer in module._buffers.items():
                 if isinstance(buffer, torch.Tensor):
                     self.trace.add("buffer", read(buffer), name=f"{path}.{key}" if path else key)
+
+    def _read_gradients(self) -> None:
+        """What a backward pass will add to."""
+        self._read("grad_before", [(name, p.grad) for name, p in self._parameters if p.is_leaf])
 
     def _read(self, kind: str, named: list[tuple[str, Any]]) -> None:
         """Read parameters or gradients, those that are there, and record them."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import dataclass, field
 from typing import Any
@@ -145,13 +146,15 @@ class LayerStats:
             self.grad_peak = max(self.grad_peak, finite)
             self.grad_nonfinite += not reading.finite
 
-    def name_for(self, finding: Finding) -> None:
-        """Keep what the layer was named for."""
+    def name_for(self, finding: Finding, times: int) -> None:
+        """Enter what the layer was named for, and how often."""
         if finding.backward:
             self.grad_made = finding.output_amax
-            self.grad_nonfinite += 1
         else:
             self.made = finding.output_amax
+        if finding.in_a_layer:
+            self.guilty += times * finding.guilty
+            self.scaled += times * (not finding.guilty)
 
     def to_dict(self) -> dict:
         """Everything, in types that JSON knows."""
@@ -245,12 +248,5 @@ def shown(magnitude: float) -> str:
 
 def plain(value: Any) -> Any:
     """A value in types that JSON knows: NaN and Inf as text, a dtype as its name, a finding or layer as a dict."""
-    if isinstance(value, (Finding, LayerStats)):
-        return value.to_dict()
-    if isinstance(value, dict):
-        return {key: plain(inner) for key, inner in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [plain(inner) for inner in value]
-    if isinstance(value, torch.dtype):
-        return word(value)
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+    text = json.dumps(value, default=lambda part: word(part) if isinstance(part, torch.dtype) else part.to_dict())
+    return json.loads(text, parse_constant=lambda number: str(float(number)))

@@ -41,12 +41,12 @@ class Event:
     """One reading of one tensor.
 
     kind: "input", "output"; "grad_output", "grad_input" (of the tensor whose own reading is `source`); "grad_weight"
-    (as accumulated so far), "grad_before" (what was there when the watch began); "weight", "frozen" (one that is not
-    trained), "buffer", "scale"; or what an op of a pass watched op by op made: "op", NaN or Inf of inputs without;
-    "node", the same in the backward, and "hidden", what a node was given there and did not pass on; "log", -Inf of
-    zeros and ones; "mask", an Inf that was among an op's arguments.  name: of the layer or parameter.  scale: the loss
-    scale's reading, where there is a scaler.  made: of an "op" or a "node", operand, op, input_amax and parameter of
-    its Finding.
+    (as accumulated so far), "grad_before" (what was there when a pass, or the watch, began); "weight", "frozen" (one
+    that is not trained), "buffer", "scale"; or what an op of a pass watched op by op made: "op", NaN or Inf of inputs
+    without; "node", the same in the backward, and "hidden", what a node was given there and did not pass on; "log",
+    -Inf of zeros and ones; "mask", an Inf that was among an op's arguments.  name: of the layer or parameter.  scale:
+    the loss scale's reading, where there is a scaler.  made: of an "op" or a "node", operand, op, input_amax and
+    parameter of its Finding.
     """
 
     kind: str
@@ -85,13 +85,9 @@ class Event:
 
 @dataclass
 class Batch:
-    """The events from one outermost call to the next.
-
-    opwise: ops were checked.  without_gradient: parameters that had none when it began.
-    """
+    """The events from one outermost call to the next.  opwise: ops were checked."""
 
     opwise: bool
-    without_gradient: set[str] = field(default_factory=set)
     events: list[Event] = field(default_factory=list)
 
 
@@ -119,8 +115,10 @@ class Trace:
         self.thread = _Thread()
 
     def seal(self) -> None:
-        """Close the batch, so that it can be judged; events that follow go to a new one."""
-        batch, self.batch = self.batch, Batch(self.batch.opwise)
+        """Close the batch, so that it can be judged; events that follow go to a new one, for whose gradients the same
+        was there before."""
+        before = [event for event in self.batch.events if event.kind == "grad_before"]
+        batch, self.batch = self.batch, Batch(self.batch.opwise, before)
         self.done(batch)
 
     def add(self, kind: str, reading: Reading, call: Call | None = None, name: str = "", **more: Any) -> None:

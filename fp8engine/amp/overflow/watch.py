@@ -144,16 +144,15 @@ class OverflowWatch:
             self._judge(*self._copies.pop(0))
 
     def _settle(self) -> None:
-        """Judge everything up to now, and count how often each layer was named."""
+        """Judge everything up to now, and enter what each layer was named for."""
         self._recorder.trace.seal()
         self._judge_copied(wait=True)
         for layer in self.layers.values():
             layer.guilty = layer.scaled = 0
+            layer.made = layer.grad_made = 0.0
         for entry in self._ledger.entries:
-            if entry.finding.layer is not None and entry.finding.in_a_layer:
-                row = self.layers[entry.finding.layer]
-                row.guilty += entry.times * entry.finding.guilty
-                row.scaled += entry.times * (not entry.finding.guilty)
+            if entry.finding.layer is not None:
+                self.layers[entry.finding.layer].name_for(entry.finding, entry.times)
 
     def _judge(self, batch: Batch, copy: ReadingsCopy) -> None:
         copy.finish()
@@ -166,11 +165,6 @@ class OverflowWatch:
         if not seen.found:  # what ops made and no module's output shows: 1 / Inf is 0
             ops = (event for event in seen.ops if event.kind == "op")
             self.hidden.update((event.name, event.made["op"], event.reading.holds) for event in ops)
-        for finding in seen.found:
-            if finding.layer is not None:
-                self.layers[finding.layer].name_for(finding)
-        for name in seen.cleared:
-            self.layers[name].made = 0.0
         came = self._ledger.enter(batch, seen)
         if not batch.opwise and (came or self._locator.undecided):
             self._recorder.rewatch(True)

@@ -7,15 +7,14 @@ inside.  Under the mode the model runs the same operations as without it.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import itertools
-from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
 from fp8engine._torch import TorchDispatchMode
+from fp8engine.amp.tensors import named_tensors, tensors
 from fp8engine.auto.untouched import arguments, untouched
 from fp8engine.errors import ConversionError
 from fp8engine.report.flow.kinds import OVERWRITES, group_of, kind_of
@@ -104,21 +103,21 @@ class _Watch(TorchDispatchMode):
     def _view(self, func, args, kwargs):
         """Views share their base's storage and thereby its state; one that does not (a subclass's) is given it."""
         result = func(*args, **kwargs)
-        base = next((tensor for _, tensor in _tensors(args)), None)
-        for _, tensor in _tensors(result):
+        base = next(tensors(args), None)
+        for tensor in tensors(result):
             if base is not None and storage(tensor)[0] != storage(base)[0]:
                 self.states[tensor] = self.states[base]
         return result
 
     def begins(self, inputs: object) -> None:
         """The model's inputs."""
-        for path, tensor in _tensors(inputs):
+        for path, tensor in named_tensors(inputs):
             if _is_value(tensor):
                 self.states[tensor] = self.rules.new("input", path or "input")
 
     def ends(self, outputs: object) -> None:
         """The model's outputs."""
-        for path, tensor in _tensors(outputs):
+        for path, tensor in named_tensors(outputs):
             if _is_value(tensor) and (state := self.states[tensor]).origins:
                 self.rules.new("output", path or "output", state)
 
@@ -166,34 +165,14 @@ def _written(func: Any, args: tuple, kwargs: dict) -> list[torch.Tensor]:
         return []
     written = [argument.alias_info is not None and argument.alias_info.is_write for argument in schema.arguments]
     values = [*args, *(kwargs.get(argument.name) for argument in schema.arguments[len(args) :])]
-    return [tensor for _, tensor in _tensors(list(itertools.compress(values, written)))]
+    return list(tensors(list(itertools.compress(values, written))))
 
 
 def _floating(values: object) -> list[torch.Tensor]:
     """The tensors in them whose elements are values."""
-    return [tensor for _, tensor in _tensors(values) if _is_value(tensor)]
+    return [tensor for tensor in tensors(values) if _is_value(tensor)]
 
 
 def _is_value(tensor: torch.Tensor) -> bool:
     """Whether a tensor's elements are values, rather than indices or masks."""
     return tensor.is_floating_point() or tensor.is_complex()
-
-
-def _tensors(value: object, path: str = "", around: tuple[int, ...] = ()) -> Iterator[tuple[str, torch.Tensor]]:
-    """(path, tensor) of every tensor in nested tuples, lists, mappings and dataclasses; other objects are left shut.
-
-    around: ids of what holds the value, which it may hold in turn.
-    """
-    parts: Iterable[tuple[str, object]] = ()
-    if isinstance(value, torch.Tensor):
-        yield path, value
-    elif isinstance(value, Mapping):
-        parts = ((f"{path}.{key}" if path else str(key), part) for key, part in value.items())
-    elif isinstance(value, (tuple, list)):
-        parts = ((f"{path}[{index}]", part) for index, part in enumerate(value))
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        names = [field.name for field in dataclasses.fields(value)]
-        parts = ((f"{path}.{name}" if path else name, getattr(value, name, None)) for name in names)
-    if id(value) not in around:
-        for name, part in parts:
-            yield from _tensors(part, name, (*around, id(value)))

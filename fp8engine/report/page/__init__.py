@@ -20,7 +20,7 @@ from fp8engine.report.facts import ABOVE, Facts
 from fp8engine.report.flow import Flow
 from fp8engine.report.flow.draw import environment
 from fp8engine.report.page import parts, svg
-from fp8engine.report.page.data import blob, samples_of, to_json
+from fp8engine.report.page.data import blob, samples_of
 from fp8engine.scaling.table import ROLES
 
 if TYPE_CHECKING:
@@ -67,7 +67,6 @@ def page(report: Facts, losses: Sequence[float] | None = None, flow: Drawn | Non
         losses=measured,
         curve=measured and svg.loss_curve(measured, Counter(decision["step"] for decision in report.decisions)),
         numbers=numbers,
-        data=to_json(numbers),
         flow=None if flow is None else _picture(flow, report),
     )
 
@@ -76,6 +75,7 @@ def page(report: Facts, losses: Sequence[float] | None = None, flow: Drawn | Non
 def _template() -> Template:
     """page.html.  Its drawings, numbers, style and script are this package's, and not escaped."""
     made = environment("page")
+    made.policies["json.dumps_kwargs"] = {"allow_nan": False, "separators": (",", ":")}
     made.filters.update(colour=svg.colour, decibel=parts.decibel, explained=explained)
     made.globals.update(words=WORDS, above=ABOVE, parts=parts, svg=svg)
     return made.get_template("page.html")

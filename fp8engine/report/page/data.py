@@ -15,7 +15,6 @@ one, so that nothing bad is thinned away (`Samples.evenly`, of one span for all 
 from __future__ import annotations
 
 import itertools
-import json
 import math
 import string
 from collections.abc import Callable, Mapping, Sequence
@@ -37,7 +36,7 @@ def samples_of(report: Facts) -> dict[str, list[Sample]]:
 
 
 def blob(report: Facts, samples: Mapping[str, Sequence[Sample]]) -> dict[str, Any]:
-    """The value that `to_json` writes into the page.
+    """The value that is written into the page as JSON.
 
     steps: the last of each column.  thinned: whether a column may be several samples.  layers: name -> role -> the rows
     above, of those that were sampled, in the report's order.  max, margin: of each cast.
@@ -57,16 +56,6 @@ def blob(report: Facts, samples: Mapping[str, Sequence[Sample]]) -> dict[str, An
         "layers": [{"name": name, "slots": slots} for name, slots in layers.items() if slots],
         "roles": list(ROLES),
     }
-
-
-def to_json(value) -> str:
-    """JSON that may stand inside a <script>: no NaN, and nothing that could end the element or begin a comment.
-
-    >>> to_json({"</script>": 1})
-    '{"\\\\u003c/script\\\\u003e":1}'
-    """
-    text = json.dumps(value, allow_nan=False, separators=(",", ":"))
-    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
 def _span(report: Facts) -> int:
