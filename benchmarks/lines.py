@@ -31,7 +31,7 @@ BUDGET = {
     "cli": 965,
     "convert": 1_750,
     "demo": 993,
-    "distributed": 2_259,
+    "distributed": 2_256,
     "export": 1_338,
     "integrations": 195,
     "kernels": 2_886,

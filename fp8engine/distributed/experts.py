@@ -31,6 +31,7 @@ from fp8engine import _torch
 from fp8engine.autograd.numerics import Numerics
 from fp8engine.distributed.agree import agree, check_one_dimension
 from fp8engine.distributed.routes import Route, crossed
+from fp8engine.distributed.tokens import wire_cast
 from fp8engine.errors import UnknownName
 from fp8engine.nn.experts import Float8Experts, matrices
 from fp8engine.nn.grouped import GroupedLinear
@@ -152,13 +153,9 @@ def _own_cast(name: str, recipe: Recipe, has_bias: bool) -> Cast | None:
     if name not in ("input", "grad_output") or (name == "grad_output" and has_bias):
         return None  # a bias's gradient sums dy as it was before any cast
     read, again = (recipe.forward[0], recipe.wgrad[1]) if name == "input" else (recipe.dgrad[0], recipe.wgrad[0])
-    if not (read.is_fp8 and again.is_fp8):
-        return None  # a recipe that keeps x or dy in 16 bits for wgrad
-    cast = read
-    if cast.rows == 1 and cast.power_of_2:
-        return cast
+    cast = wire_cast(read, again, True)
     # One scale for all ranks' rows: x is read as codes, by wgrad too; dy arrives as values, which meet another scale.
-    return cast if name == "input" and cast.per_tensor and not cast.delayed else None
+    return None if cast is not None and cast.per_tensor and (name == "grad_output" or cast.delayed) else cast
 
 
 def _layers(module: nn.Module) -> list[_Layer]:

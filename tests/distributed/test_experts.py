@@ -2,6 +2,7 @@
 
 import copy
 import functools
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import pytest
@@ -52,6 +53,7 @@ class Run(NamedTuple):
         assert calls == {"uint8": self.codes, others: 4 - self.codes}
 
 
+EXACT = fe.rowwise(power_of_2=False)
 RUNS = {
     **{f"rowwise, {case}": Run("rowwise", 2, True, case) for case in CASES},
     # A sum in another order may round to the neighbour: 2^-9 of a value in few of them; every one would be 50 dB.
@@ -60,7 +62,9 @@ RUNS = {
     "blockwise": Run("blockwise", 2, True),
     "rowwise_gw_hp": Run("rowwise_gw_hp", 0, False),
     "bf16": Run("bf16", 0, False),
-    "exact scales": Run(fe.rowwise(power_of_2=False), 0, False),
+    "exact scales": Run(EXACT, 0, False),
+    # As `auto` may decide: codes of x would be rounded again for wgrad.
+    "wgrad of other scales": Run(replace(EXACT, input=fe.rowwise().input, input_for_wgrad=EXACT.input), 0, False),
     # E4M3 by row has 31.6 dB; where nothing is rounded, nothing changes.
     "no transfer": Run("rowwise", 0, False, fp8=()),
     "transfer of x": Run("rowwise", 1, True, fp8=("input",)),
@@ -95,7 +99,9 @@ def _current_has_one_scale(rank: int, mesh, parts: list, case: str) -> None:
     model = divided(mesh, Experts("current"))
     found, wanted = step(model, *parts[rank]), alone("current", ranks, case, torch.float32)[rank]
     assert not len(wanted["y"]) or sqnr(wanted["y"], found["y"]) > 28
-    assert sqnr(wanted["up.weight"], found["up.weight"]) > 24  # dh is made of two such casts: 28.5 dB - 3 dB
+    # dh is made of two such casts: 28.5 dB - 3 dB for many rows; few rows of an expert may have twice that noise.  23.9
+    # was seen where a CPU sums in another order; a wrong scale has less than 6 dB.
+    assert sqnr(wanted["up.weight"], found["up.weight"]) > 22
     assert model.up.numerics.ready == {"": 1}
 
 
