@@ -140,7 +140,7 @@ class _Experts:
 
     def slot(self, place: int, record: bool = False, count: bool = False) -> Slot:
         """The slot of one of the layer's operands."""
-        return self.use.slots[self.use.first + place, record, count]
+        return self.use.slots[place, record, count]
 
     def take(self, x: Float8Tensor) -> tuple[Either, Either | None]:
         """`cast_rows` of an input that is in FP8 already: wgrad transposes the codes when it reads them."""

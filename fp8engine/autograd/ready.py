@@ -77,7 +77,7 @@ def take(
     cast_again: casts its values for wgrad, where that does not read the codes; they are counted no more.
     """
     numerics, q = use.numerics, x.operand()
-    gathered, slot = isinstance(x, GatheredTensor), use.slots[use.first + INPUT, use.record, use.count]
+    gathered, slot = isinstance(x, GatheredTensor), use.slots[INPUT, use.record, use.count]
     if not (gathered and _counted_by(x.source, slot)):
         known = x.source is not None and x.source.live_2S is numerics.state.live_2S
         enter_again(x.source if known else None, slot, x.numel())
@@ -110,7 +110,7 @@ def take_gradient(use: Use, dy_MN: torch.Tensor) -> torch.Tensor | tuple:
     values = dy_MN.values()
     if not second.is_fp8:
         return q, plain(values, second).t(), None
-    return q, one(use, values, second, {}, use.slots[use.first + GRAD_OUTPUT, False, False], None).t(), None
+    return q, one(use, values, second, {}, use.slots[GRAD_OUTPUT, False, False], None).t(), None
 
 
 def _counted_by(source: Slot | None, slot: Slot) -> bool:

@@ -27,6 +27,7 @@ from fp8engine.ops.reference.operand import COUNTERS
 from fp8engine.report.facts import AutoRun, Totals, standing
 from fp8engine.report.state import StateView
 from fp8engine.report.table import Report
+from fp8engine.scaling.output_slots import RESULTS
 from fp8engine.scaling.slot_view import numbers_of
 from fp8engine.scaling.table import OUTPUT, ROLES, ScalingState
 
@@ -227,9 +228,8 @@ def _slots(state: ScalingState) -> dict[tuple[int, str], dict]:
         state = ScalingState(state.layers)
     state.outputs.settle(state.counts_CS)
     s_S = state.live_2S[1].cpu().clone()
-    if outputs := len(state.outputs):  # under the scale that results were stored with, not the one predicted next
-        stored_O = state.outputs.scale_O.cpu()
-        s_S[-outputs:] = torch.where(stored_O > 0, 1.0 / stored_O, 0.0)
+    stored_L = state.outputs.scale_L.cpu()  # under the scale that results were stored with, not the one predicted next
+    s_S[RESULTS] = torch.where(stored_L > 0, 1.0 / stored_L, 0.0)
     scale, amax = (1.0 / s_S).tolist(), state.live_2S[0].tolist()
     before, numerator = state.history_HS[:1].flatten().tolist(), state.rules_3S[0].tolist()
     counts, found = state.counts_CS.t().tolist(), {}

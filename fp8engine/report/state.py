@@ -283,6 +283,6 @@ def _columns(numerics: Numerics, role: str) -> dict[str, torch.Tensor]:
     tables = {"history": state.history_HS, "live": state.live_2S, "counts": state.counts_CS}
     found = {key: table[:, index] for key, table in tables.items()}
     if role == OUTPUT:
-        place = state.outputs.places[numerics.layer]
-        found |= {"rule": state.rules_3S[:1, index], "scale": state.outputs.scale_O[place : place + 1]}
+        layer = numerics.layer
+        found |= {"rule": state.rules_3S[:1, index], "scale": state.outputs.scale_L[layer : layer + 1]}
     return found
