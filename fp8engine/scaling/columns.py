@@ -48,7 +48,9 @@ class Slots(dict[tuple[int, bool, bool], Slot]):
     first: the column of its first one.
     """
 
-    def __init__(self, tables: tuple, first: int, host: tuple | None, groups: dict[int, str]):
+    def __init__(
+        self, tables: tuple[torch.Tensor, torch.Tensor], first: int, host: tuple | None, groups: dict[int, str]
+    ):
         self.tables, self.first, self.host, self.groups = tables, first, host, groups
 
     def __missing__(self, key: tuple[int, bool, bool]) -> Slot:
