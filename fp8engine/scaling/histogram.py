@@ -12,11 +12,8 @@ of an AMD EPYC.
 
 from __future__ import annotations
 
-import math
-
 import torch
 
-from fp8engine import _numpy as numpy
 from fp8engine.errors import ShapeError, UnsupportedDtype
 from fp8engine.numerics.formats import FLOATS, Format
 from fp8engine.scaling.prediction import HEADER, TENSOR_BINS, Measured
@@ -93,48 +90,6 @@ def _tensor_table(x_MK: torch.Tensor, rows_RK: torch.Tensor, amax: torch.Tensor 
     ])  # fmt: skip
     yield _counts(index.long().flatten(), TENSOR_BINS)
     yield _rows(v_RK, index)
-
-
-def measure_on_host(x: torch.Tensor, sample: int, amax: float) -> torch.Tensor:
-    """`measure` of x in CPU memory: the same numbers from a third of the calls into torch.
-
-    amax: of all of x; not finite where that is not.
-
-    >>> x = torch.tensor([[1.0, -2.0, 0.0, float("inf")]])
-    >>> torch.equal(measure_on_host(x, 65536, math.inf), measure(x))
-    True
-    """
-    x_MK = _as_matrix(x.detach())
-    # In memory of its own: fully_shard cannot resize a storage that NumPy has seen.
-    x_RK = some_rows(x_MK, sample).to(torch.float32, copy=True).numpy()
-    v_RK, bad = numpy.abs(x_RK), ~numpy.isfinite(x_RK)
-    v_RK[bad] = 0.0
-    top_R = v_RK.max(1)
-    largest = top_R.max()
-    if math.isfinite(amax):
-        largest = max(largest, numpy.float32(amax))
-    z_RK = v_RK / (largest or numpy.float32(1.0))
-    square = z_RK * z_RK
-    index = numpy.maximum((z_RK.view(numpy.int32) >> 20) - (1016 - (TENSOR_BINS - 1)), 0)
-    energy = (v_RK / numpy.where(top_R > 0, top_R, numpy.float32(1.0))[:, None]) ** 2
-    # Summed by torch, so that `measure` and this function round alike.
-    by_row, by_bin = (torch.from_numpy(t).sum(1).numpy() for t in (energy, energy * index.astype(numpy.float32)))
-    mean = numpy.rint(by_bin / numpy.maximum(by_row, 1.0)).astype(numpy.int64)
-    flat = numpy.empty(LENGTH, numpy.float32)
-    flat[: len(HEADER)] = (
-        largest,
-        torch.from_numpy(square).sum(),
-        torch.from_numpy(square * square).sum(),
-        v_RK.size,
-        numpy.count_nonzero(v_RK),
-        numpy.count_nonzero(bad),
-        x_MK.numel(),
-        Format.of(x_MK.dtype).mantissa_bits,
-    )
-    counts, rows = flat[len(HEADER) :].reshape(2, TENSOR_BINS)
-    counts[:] = numpy.bincount(index.ravel(), minlength=TENSOR_BINS)
-    rows[:] = numpy.bincount(mean[top_R > 0], minlength=TENSOR_BINS)
-    return torch.from_numpy(flat)
 
 
 def _as_matrix(x: torch.Tensor) -> torch.Tensor:

@@ -21,7 +21,7 @@ import torch
 from fp8engine._torch import transforms_active
 from fp8engine.numerics.recipe import ROLES, SLOTS
 from fp8engine.ops import library
-from fp8engine.scaling.histogram import LENGTH, measure, measure_on_host, read
+from fp8engine.scaling.histogram import LENGTH, measure, read
 from fp8engine.scaling.prediction import HEADER, Measured
 from fp8engine.scaling.reads import GOLDEN, MOST, SHAPE, Layout, judge, layout_of
 
@@ -230,15 +230,9 @@ def _mine(owners_R: torch.Tensor, number: int, share: float) -> torch.Tensor:
 
 def describe(x_MK: torch.Tensor, amax: torch.Tensor) -> torch.Tensor:
     """The row of the table of x [M, K], or of a tensor with that amax of which x is the sample, but for "elements"."""
-    if x_MK.device.type == "cpu":
-        known = float(amax)
-        flat = measure_on_host(x_MK, SAMPLE, known)
-        if not math.isfinite(known):
-            flat[NONFINITE] = max(float(flat[NONFINITE]), 1.0)
-    else:
-        flat = measure(x_MK, SAMPLE, amax)
-        beyond = (amax - amax).ne(0).float()  # also where no element of the sample is
-        flat[NONFINITE] = torch.maximum(flat[NONFINITE], beyond)
+    flat = measure(x_MK, SAMPLE, amax)
+    beyond = (amax - amax).ne(0).float()  # also where no element of the sample is
+    flat[NONFINITE] = torch.maximum(flat[NONFINITE], beyond)
     return flat
 
 

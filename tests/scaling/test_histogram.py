@@ -9,7 +9,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 
 from fp8engine.errors import ShapeError, UnsupportedDtype
 from fp8engine.numerics.recipe import E4M3, Cast
-from fp8engine.scaling.histogram import LENGTH, measure, measure_on_host, read
+from fp8engine.scaling.histogram import LENGTH, measure, read
 from fp8engine.scaling.prediction import TENSOR_BINS
 from fp8engine.scaling.sample import Sampled, observe
 
@@ -127,18 +127,6 @@ def test_errors():
         measure(torch.zeros(2), sample=0)
     with pytest.raises(ShapeError, match=rf"\[{LENGTH - 1}\].*writes {LENGTH} numbers"):
         read(measure(torch.zeros(2))[1:])
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("shape", [(1, 1), (8, 16), (3, 5, 7), (9,), (300, 100), (512, 64)], ids=str)
-@pytest.mark.parametrize("scale", [1.0, 1e-6, 0.0])
-def test_measured_on_the_host_it_is_the_same_to_the_last_bit(scale: float, shape: tuple, dtype: torch.dtype):
-    x = (torch.randn(shape) * torch.randn(shape).exp() * scale).to(dtype)
-    amax = x.abs().max().float()
-    assert torch.equal(measure_on_host(x, 16384, float(amax)), measure(x, 16384, amax))
-    x.flatten()[: x.numel() // 3 : 2] = math.nan
-    x.flatten()[-1] = -math.inf
-    assert torch.equal(measure_on_host(x, 16384, math.nan), measure(x, 16384, torch.tensor(math.nan)))
 
 
 def test_what_is_observed_on_the_host_knows_amax_and_trouble_that_the_sample_missed():
