@@ -194,7 +194,7 @@ def test_without_a_flow_nothing_is_stored():
     model = net(flow={}, steps=8)
     assert outputs(model) == []
     assert type(model.up(torch.randn(2, X))) is torch.Tensor
-    assert not any(name.endswith("output") for name in fe.scaling_state(model))
+    assert not any(name.endswith(".output") for name in fe.scaling_state(model))
 
 
 @pytest.mark.parametrize("options", [{}, {"freeze_after": 6}], ids=["", "frozen"])
