@@ -22,7 +22,7 @@ from fp8engine.autograd import gathered
 from fp8engine.autograd.numerics import Numerics
 from fp8engine.autograd.refusals import check_caller, check_classes, check_graph, not_one_gradient
 from fp8engine.numerics.cast import Cast
-from fp8engine.numerics.recipe import SLOTS, Recipe
+from fp8engine.numerics.recipe import ROLES, Recipe
 from fp8engine.ops import casts, library, matmul, twins
 from fp8engine.ops.backends import asked
 from fp8engine.ops.device import cpu_multiplies
@@ -34,7 +34,7 @@ from fp8engine.scaling.sample import ALONE, Call
 
 NOTHING = (None, None)
 Either = Operand | torch.Tensor  # FP8, or the tensor itself where a recipe leaves a matmul in 16 bits
-INPUT, WEIGHT, GRAD_OUTPUT, _ = range(len(SLOTS))  # places among a layer's columns of the scaling table
+INPUT, WEIGHT, GRAD_OUTPUT = range(len(ROLES))  # places among a layer's columns of the scaling table
 
 
 class Where(NamedTuple):
@@ -133,8 +133,7 @@ def use_of(numerics: Numerics, x: torch.Tensor, weight: torch.Tensor, bias_N, co
     count = graph_task() == -1  # a forward that runs inside a backward is counted no second time
     real = plain and not weight.is_meta and not weight.is_inference()
     call = None if samples is None else samples.call(numerics.layer, sizes[0])
-    slots = state.slots[numerics.layer]
-    return Use(numerics, recipe, where, slots, *needs, record, count, real, call, bias_dtype)
+    return Use(numerics, recipe, where, state.slots[numerics.layer], *needs, record, count, real, call, bias_dtype)
 
 
 def resumed(use: Use, dy: torch.Tensor) -> Use:

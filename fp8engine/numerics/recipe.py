@@ -32,7 +32,6 @@ from fp8engine.numerics.formats import BF16, E4M3, E5M2, FP32, Format
 MATMULS = ("forward", "dgrad", "wgrad")
 ROLES: Final = ("input", "weight", "grad_output")  # operands of a layer with a scale
 OUTPUT: Final = "output"  # its result
-SLOTS: Final = (*ROLES, OUTPUT)  # of a layer in the scaling table, a column each
 OBJECTIVES = ("accuracy", "speed")
 # SQNR in dB that auto asks of a cast, by kind of consumer.  Values within the normal range have 31.6 dB in E4M3 and
 # 25.6 dB in E5M2.  Below 22 dB the shared scale costs more than the three mantissa bits do.

@@ -6,11 +6,12 @@ from typing import NamedTuple
 
 import torch
 
-from fp8engine.numerics.recipe import SLOTS
+from fp8engine.numerics.recipe import OUTPUT, ROLES
 from fp8engine.ops import casts, ranks
 from fp8engine.ops.library import in_backward, operation
 
-INPUT, WEIGHT, GRAD_OUTPUT, _ = (slice(i, None, len(SLOTS)) for i in range(len(SLOTS)))  # columns of a table
+SLOTS = (*ROLES, OUTPUT)  # of a layer in the scaling table, a column each
+INPUT, WEIGHT, GRAD_OUTPUT, RESULT = (slice(i, None, len(SLOTS)) for i in range(len(SLOTS)))  # columns of a table
 
 
 class GradientCasts(NamedTuple):

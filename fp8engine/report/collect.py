@@ -24,10 +24,10 @@ from fp8engine.nn.fp8_attention import Softmax
 from fp8engine.numerics.formats import word
 from fp8engine.ops import matmul
 from fp8engine.ops.reference.operand import COUNTERS
+from fp8engine.ops.scale_update import RESULT
 from fp8engine.report.facts import AutoRun, Totals, standing
 from fp8engine.report.state import StateView
 from fp8engine.report.table import Report
-from fp8engine.scaling.output_slots import RESULTS
 from fp8engine.scaling.slot_view import numbers_of
 from fp8engine.scaling.table import OUTPUT, ROLES, ScalingState
 
@@ -229,7 +229,7 @@ def _slots(state: ScalingState) -> dict[tuple[int, str], dict]:
     state.outputs.settle(state.counts_CS)
     s_S = state.live_2S[1].cpu().clone()
     stored_L = state.outputs.scale_L.cpu()  # under the scale that results were stored with, not the one predicted next
-    s_S[RESULTS] = torch.where(stored_L > 0, 1.0 / stored_L, 0.0)
+    s_S[RESULT] = torch.where(stored_L > 0, 1.0 / stored_L, 0.0)
     scale, amax = (1.0 / s_S).tolist(), state.live_2S[0].tolist()
     before, numerator = state.history_HS[:1].flatten().tolist(), state.rules_3S[0].tolist()
     counts, found = state.counts_CS.t().tolist(), {}

@@ -13,15 +13,14 @@ from __future__ import annotations
 
 import torch
 
-from fp8engine.numerics.recipe import OUTPUT, SLOTS
 from fp8engine.ops.reference.operand import COUNTERS
+from fp8engine.ops.scale_update import RESULT
 
 WIDER = 2  # powers of two that a margin grows by
 MOST = 4  # that it grows to: of the 17.8 between E4M3's smallest number and its largest
 OVERSHOOT = 1.25  # with a Gaussian's million elements, 1e-4 of them lie beyond the largest divided by this
 CALLS, ELEMENTS = (COUNTERS.index(name) for name in ("calls", "elements"))
 GATHERED = [COUNTERS.index(name) for name in ("saturated", "nonfinite")]  # in an epilogue's order
-RESULTS = slice(SLOTS.index(OUTPUT), None, len(SLOTS))  # the results' columns of a table
 
 
 class OutputSlots:
@@ -59,7 +58,7 @@ class OutputSlots:
         A scale that is known follows; a margin that has widened stays so under the same format.
         """
         self.layers.add(layer)
-        numerator_L, s_L = rules_3S[0, RESULTS], live_2S[1, RESULTS]
+        numerator_L, s_L = rules_3S[0, RESULT], live_2S[1, RESULT]
         self.scale_L = self.scale_L.clone()
         if numerator == 0.0:
             self.known.discard(layer)
@@ -87,13 +86,13 @@ class OutputSlots:
         if record:
             self.ran.add(layer)
         scale = self.scale_L[layer] if layer in self.known else None
-        return scale, live_2S[0, RESULTS][layer : layer + 1] if record else None, self.over_L2[layer] if count else None
+        return scale, live_2S[0, RESULT][layer : layer + 1] if record else None, self.over_L2[layer] if count else None
 
     def settle(self, counts_CS: torch.Tensor) -> None:
         """Enter what was gathered since the last time into the table's counters."""
         if not self.layers:
             return
-        counts_CL = counts_CS[:, RESULTS]
+        counts_CL = counts_CS[:, RESULT]
         counts_CL[GATHERED] += self.over_L2.t()  # asked for even if `gather` was not: a CUDA graph writes by itself
         self.over_L2.zero_()
         if self.gathered:
@@ -105,7 +104,7 @@ class OutputSlots:
         """A step's amaxes were entered and scales predicted: widen what fell short, and take the scales over."""
         if not self.layers:
             return
-        amax_L, s_L, numerator_L = history_HS[0, RESULTS], live_2S[1, RESULTS], rules_3S[0, RESULTS]
+        amax_L, s_L, numerator_L = history_HS[0, RESULT], live_2S[1, RESULT], rules_3S[0, RESULT]
         if self.widen:
             short_L = (amax_L > self.max_L * self.scale_L * OVERSHOOT) & (self.scale_L > 0)
             short_L &= numerator_L > self.max_L * 2.0**-MOST
@@ -125,6 +124,6 @@ class OutputSlots:
 
     def loaded(self, live_2S: torch.Tensor) -> None:
         """The tables were read from a file: what is known follows from them (this waits for the device)."""
-        scales, amaxes = self.scale_L.tolist(), live_2S[0, RESULTS].tolist()
+        scales, amaxes = self.scale_L.tolist(), live_2S[0, RESULT].tolist()
         self.known = {layer for layer in self.layers if scales[layer] > 0}
         self.ran = self.known | {layer for layer in self.layers if amaxes[layer] >= 0}

@@ -19,8 +19,9 @@ from typing import Any, NamedTuple
 import torch
 
 from fp8engine._torch import transforms_active
-from fp8engine.numerics.recipe import ROLES, SLOTS
+from fp8engine.numerics.recipe import ROLES
 from fp8engine.ops import library
+from fp8engine.ops.scale_update import SLOTS
 from fp8engine.scaling.histogram import LENGTH, measure, read
 from fp8engine.scaling.prediction import HEADER, Measured
 from fp8engine.scaling.reads import GOLDEN, MOST, SHAPE, Layout, judge, layout_of

@@ -23,11 +23,11 @@ from torch import nn
 
 from fp8engine import _torch
 from fp8engine.errors import StateError
-from fp8engine.numerics.recipe import OUTPUT, ROLES, SLOTS, Cast, Recipe
+from fp8engine.numerics.recipe import OUTPUT, ROLES, Cast, Recipe
 from fp8engine.ops.card_trials import step_begins
 from fp8engine.ops.reference.operand import COUNTERS
 from fp8engine.ops.reference.scale import FP32_MAX
-from fp8engine.ops.scale_update import GRAD_OUTPUT, GradientCasts, scale_update
+from fp8engine.ops.scale_update import GRAD_OUTPUT, SLOTS, GradientCasts, scale_update
 from fp8engine.scaling.columns import Column, Slots, apart
 from fp8engine.scaling.operands import RootForward, siblings
 from fp8engine.scaling.output_slots import OutputSlots

@@ -11,7 +11,8 @@ import torch
 from planted import normal, part_of, tried
 
 from fp8engine.numerics.formats import E4M3
-from fp8engine.numerics.recipe import OUTPUT, ROLES, SLOTS
+from fp8engine.numerics.recipe import OUTPUT, ROLES
+from fp8engine.ops.scale_update import SLOTS
 from fp8engine.scaling.histogram import LENGTH
 from fp8engine.scaling.reads import (
     AVERAGED,
