@@ -55,7 +55,7 @@ def _forward(x_MK, weight: Operand, bias_N, given, numerics: Numerics, out: torc
             a = casts.quantize_given(x_MK, cast, given)
             slot.counts_CS[:2, slot.index] += torch.tensor([1, x_MK.numel()], device=slot.counts_CS.device)
         bias_N = None if bias_N is None else bias_N.detach()
-        return matmul.matmul(a, weight, bias_N, out, _precision(numerics, "forward"))
+        return matmul.matmul(a, weight, bias_N, out, numerics.recipe.precision["forward"])
 
 
 class _Frozen(torch.autograd.Function):
@@ -93,8 +93,4 @@ def _input_gradient(dy_MN: torch.Tensor, weight: Operand, numerics: Numerics, dt
         b = casts.quantize(values, numerics.recipe.dgrad[1]).t()
     else:
         b = weight.t()
-    return matmul.matmul(casts.quantize(dy_MN, cast, slot), b, None, dtype, _precision(numerics, "dgrad"))
-
-
-def _precision(numerics: Numerics, which: str) -> str:
-    return numerics.recipe.precision[which]
+    return matmul.matmul(casts.quantize(dy_MN, cast, slot), b, None, dtype, numerics.recipe.precision["dgrad"])

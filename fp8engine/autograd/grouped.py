@@ -16,7 +16,6 @@ is no such launch (ops/grouped.py) the operation itself goes from expert to expe
 
 from __future__ import annotations
 
-import contextlib
 import typing
 from collections.abc import Sequence
 
@@ -48,6 +47,7 @@ from fp8engine.ops.reference import Operand, Slot, emulation_dtype
 from fp8engine.ops.reference.grouped import BLOCK, bounds_of_equal, parts_of
 from fp8engine.ops.tensor import Float8Tensor
 from fp8engine.scaling.operands import Made
+from fp8engine.scaling.sample import outside_of_autocast
 
 RAN = {"torch": "cublas", "triton": "triton"}  # reports name the backend; torch's grouped matmul is CUTLASS
 
@@ -82,7 +82,7 @@ def grouped_linear(
         x_TK = suited(x_TK, numerics, compiling)
     bounds_2E1 = bounds(sizes, x_TK, experts, name)
     # The result's dtype is decided; autocast would now promote codes where they are concatenated.
-    with _without_autocast(x_TK):
+    with outside_of_autocast(x_TK.device):
         if not numerics.recipe.is_fp8:
             return _in_16_bits(x_TK, weight_ENK, bias_EN, bounds_2E1, numerics.recipe.input.format.dtype).to(out)
         use = use_of(numerics, x_TK, weight_ENK, bias_EN, compiling)
@@ -98,12 +98,8 @@ def grouped_plain(x_TK, weight_ENK, bias_EN, sizes: Sequence[int] | torch.Tensor
     check(x_TK, weight_ENK[0], bias_EN, name)
     out = dtype_of_result(x_TK, weight_ENK, name)
     bounds_2E1 = bounds(sizes, x_TK, len(weight_ENK), name)
-    with _without_autocast(x_TK):
+    with outside_of_autocast(x_TK.device):
         return _in_16_bits(x_TK, weight_ENK, bias_EN, bounds_2E1, out)
-
-
-def _without_autocast(x: torch.Tensor):
-    return contextlib.nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False)
 
 
 class _GroupedLinear(torch.autograd.Function):

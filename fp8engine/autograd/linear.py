@@ -48,7 +48,7 @@ from fp8engine.ops.backends import inherited
 from fp8engine.ops.reference import Operand
 from fp8engine.ops.tensor import Float8Tensor
 from fp8engine.scaling.operands import Again, Operands, operands_of_gradient
-from fp8engine.scaling.sample import Call
+from fp8engine.scaling.sample import Call, outside_of_autocast
 
 
 class Layer(NamedTuple):
@@ -270,5 +270,5 @@ def _high_precision(x, weight_NK, bias_N, dtype: torch.dtype, out: torch.dtype) 
     ):
         y_MN = matmul.matmul_fp16(matrix(x).to(dtype), weight_NK.to(dtype), bias_N)
         return y_MN.view(*x.shape[:-1], len(weight_NK)).to(out)
-    with contextlib.nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False):
+    with outside_of_autocast(x.device):
         return torch.nn.functional.linear(x.to(dtype), weight_NK.to(dtype), bias_N).to(out)

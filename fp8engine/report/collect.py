@@ -154,7 +154,7 @@ def _ran(weight: torch.Tensor, numerics: Numerics, table: dict[tuple[int, str], 
     return {
         "recipe": recipe.name,
         "backend": backend,
-        "emulated": ran and recipe.is_fp8 and matmul.emulated(device, backend),
+        "emulated": ran and recipe.is_fp8 and matmul.why_emulated(device, backend) is not None,
         "reason": "; ".join(filter(None, (_not_sampled(numerics, ran), _why(numerics, ran, backend), *told))),
         "ran": ran or not recipe.is_fp8,
         "fp8_share": recipe.fp8_share if ran else 0.0,

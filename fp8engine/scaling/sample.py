@@ -170,7 +170,7 @@ class StepSamples:
 
 
 def outside_of_autocast(where: torch.device) -> AbstractContextManager:
-    """Statistics are computed in the dtypes that are written here, whatever autocast the user's forward runs under."""
+    """What is computed within has the dtypes that are written there, whatever autocast a forward runs under."""
     return nullcontext() if where.type == "meta" else torch.autocast(where.type, enabled=False)
 
 
