@@ -25,21 +25,21 @@ GOALS = {"engine": 8_600, "kernels": 2_500, "package": 20_600}  # lines of code
 # By room: lines of code that it may have.
 BUDGET = {
     "amp": 3_097,
-    "auto": 1_742,
-    "autograd": 2_052,
+    "auto": 1_733,
+    "autograd": 2_021,
     "bench": 796,
     "cli": 965,
-    "convert": 1_750,
+    "convert": 1_745,
     "demo": 993,
     "distributed": 2_256,
     "export": 1_338,
     "integrations": 195,
     "kernels": 2_886,
-    "nn": 1_437,
+    "nn": 1_425,
     "numerics": 610,
-    "ops": 3_120,
-    "report": 2_801,
-    "scaling": 1_343,
+    "ops": 3_041,
+    "report": 2_803,
+    "scaling": 1_248,
     "top level": 440,
 }
 NO_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}

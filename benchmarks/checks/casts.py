@@ -130,6 +130,7 @@ def scale_update(where: torch.device) -> str | None:
     """Windows, live values and factors of 3,000 slots, some of which did not run, against the twin."""
     history = torch.rand(16, 3000).mul_(torch.randint(0, 2, (16, 3000)))
     live = torch.stack([torch.where(torch.rand(3000) < 0.3, -1.0, torch.rand(3000) * 500), torch.rand(3000)])
+    live[0, 1::4].abs_()  # each weight ran: the amax of none is entered again
     rules = torch.stack(
         [torch.tensor([448.0, 57344.0, 0.0]), torch.tensor([1.0, 5.0, 16.0]), torch.tensor([0.0, 1.0, 1.0])]
     )
@@ -137,7 +138,7 @@ def scale_update(where: torch.device) -> str | None:
     ours, twins = ([table.clone().to(where) for table in (history, live, rules)] for _ in "ab")
     counts, of_ranks, entered = (torch.zeros(size, dtype=torch.int64, device=where) for size in ((1, 3000), 1, 1))
     with backend("triton"):
-        gradients = update.GradientCasts(counts, entered, 0, waits=False)
+        gradients = update.GradientCasts(counts, entered, waits=False)
         update.scale_update(ours[0], ours[1], ours[2], "", of_ranks, gradients)
     reference.scale_update(*twins)
     for name, found, wanted in zip(("history", "live"), ours, twins, strict=False):

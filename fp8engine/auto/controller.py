@@ -168,7 +168,6 @@ class Controller(Known):
             return
         mine = [change for change in plan.changes if change.layer in self.by_name]
         due = [change for change in mine[len(self.log) :] if change.step <= self.step]
-        self.state.reserve(self.by_name[change.layer].layer for change in due if change.recipe.stored is not None)
         for change in due:
             self.by_name[change.layer].adopt(change.recipe)
             self.log.append(change)
@@ -223,7 +222,7 @@ class Controller(Known):
             amax_S = state.live_2S[0].clone() if state.step_amax_S is None else state.step_amax_S
             counts_CS = state.counts_CS.clone()
             if backward:  # an evaluation between two steps decides nothing
-                counts_CS[:, : len(state.columns)] -= state.evals_CS
+                counts_CS -= state.evals_CS
             tables = [*state.samples.finish(self.sizes(), backward), counts_CS, amax_S]
             self.pending = start_copy(max(self.step - 1, 0), state, tables, alike=[state.rules_3S])
             state.sample(None)
@@ -295,7 +294,6 @@ class Controller(Known):
         """Decide on the storage of the layers' results, once their operands' casts are decided."""
         outputs = self.outputs
         changed, found = outputs.decide(sample.tables)
-        self.state.reserve(self.layers[i].layer for i, (_, after) in changed.items() if after.format.is_fp8)
         for i, measured in found.items():
             now = outputs.stored[i]
             outcome = measured.predict(Cast(now.format), now.margin)

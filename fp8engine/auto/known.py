@@ -32,7 +32,7 @@ from fp8engine.scaling.choice import Casts, Choice, SlotKey, recipe_of
 from fp8engine.scaling.histogram import LENGTH
 from fp8engine.scaling.reads import READS, SHAPE, Reads
 from fp8engine.scaling.sample import StepSamples, Tables
-from fp8engine.scaling.table import OUTPUT, ROLES, ScalingState
+from fp8engine.scaling.table import ROLES, SLOTS, ScalingState
 
 # Attributes that the JSON text holds as they are: of a controller, of a choice.
 PLAIN = ("step", "tentative", "calibrated", "loss", "spent")
@@ -120,7 +120,7 @@ class Known:
 
     def amaxes(self, amax_S: torch.Tensor) -> numpy.ndarray:
         """The amaxes of the operands of each layer of the state, [layers, 3]."""
-        return amax_S[: len(ROLES) * len(self.state.layers)].view(-1, len(ROLES)).double().numpy()
+        return amax_S.view(-1, len(SLOTS))[:, : len(ROLES)].double().numpy()
 
     def begin_sampling(self, only: Collection[int] | None = None) -> None:
         """Give the step that begins a table for the statistics of layers, by their index in the state; None: of all."""
@@ -128,9 +128,7 @@ class Known:
 
     def _samples(self, only: Collection[int] | None) -> StepSamples:
         shapes = {layer: self.shapes[i] for layer, i in self.by_layer.items() if only is None or layer in only}
-        count = len(self.state.layers)
-        rows = (len(ROLES) + self.outputs.any) * count
-        return StepSamples(rows, count, shapes, self.state.device)
+        return StepSamples(len(self.state.layers), shapes, self.state.device)
 
     def state_dict(self) -> dict[str, Any]:
         """Its decisions as JSON, and as tensors what it remembers and what it has not decided on yet."""
@@ -216,7 +214,7 @@ class Known:
             state.begun, state.decides_next = begun, decides_next
             state.evals_CS.zero_()
             if len(evaluated := tables["evaluated"]):
-                state.evals_CS.copy_(evaluated[: len(COUNTERS), : len(state.columns)])
+                state.evals_CS.copy_(evaluated[: len(COUNTERS)])
             state.sample(samples)
 
         return load
@@ -224,13 +222,12 @@ class Known:
     def _tables(self, found: Mapping, decided: Mapping, samples: StepSamples | None) -> dict[str, torch.Tensor]:
         """The tables of a state; `samples`, of a step whose backward is to come, take theirs.
 
-        Raises StateError for what is no table, or too small: results have rows and columns behind those of operands.
+        Raises StateError for what is no table, or too small.
         """
-        count = len(self.state.layers)
-        columns = len(ROLES) * count
+        columns = len(self.state.columns)
         shapes = {
-            "slots": (columns + self.outputs.any * count, LENGTH),
-            "reads": (count, *SHAPE),
+            "slots": (columns, LENGTH),
+            "reads": (len(self.state.layers), *SHAPE),
             "loss": (1,),
             "pending_counts": (len(COUNTERS), columns),
             "pending_amax": (columns,),
@@ -257,11 +254,9 @@ class Known:
         return tables
 
     def _slot(self, row: int) -> SlotKey:
-        """The slot that a row of the samples describes: outputs behind all operands."""
-        layer, role = divmod(row, len(ROLES))
-        if row >= (all_operands := len(ROLES) * len(self.state.layers)):
-            return self.by_layer[row - all_operands], OUTPUT
-        return self.by_layer[layer], ROLES[role]
+        """The slot that a row of the samples describes."""
+        layer, place = divmod(row, len(SLOTS))
+        return self.by_layer[layer], SLOTS[place]
 
     def _name(self, slot: SlotKey) -> str:
         return f"{self.layers[slot[0]].name}.{slot[1]}"

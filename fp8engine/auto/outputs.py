@@ -170,11 +170,6 @@ class Outputs:
         self.known: set[int] = set()
         self.counts: dict[int, tuple[int, int]] = {}
 
-    @property
-    def any(self) -> bool:
-        """Whether any result could be stored in FP8."""
-        return any(numerics.candidate for numerics in self.layers)
-
     def follow(self, flow) -> None:
         """Take the consumers of each result, from a Flow or {layer: consumers}; each a kind, or with kind and name."""
         layers: Mapping = getattr(flow, "layers", flow)
@@ -209,7 +204,7 @@ class Outputs:
                 continue
             before = self.stored.get(i, Stored())
             current = self._widened(i, tables) if before.format.is_fp8 else before
-            measured = read_row(tables.slots[numerics.state.row(numerics.layer, OUTPUT)])
+            measured = read_row(tables.slots[numerics.state.column(numerics.layer, OUTPUT)])
             if measured is not None:
                 found[i] = measured
             consumers = [self._consumer(i, ResultConsumer(*pair), recipes, taken) for pair in numerics.consumers]

@@ -35,8 +35,8 @@ def read(controller: Known, slots: torch.Tensor) -> dict[SlotKey, Measured]:
     found: dict[SlotKey, Measured] = {}
     consumers: dict[bytes, int] = {}
     for i, numerics in enumerate(controller.layers):
-        for j, role in enumerate(ROLES):
-            row = slots[len(ROLES) * numerics.layer + j]
+        for role in ROLES:
+            row = slots[numerics.state.column(numerics.layer, role)]
             if measured := read_row(row):
                 found[i, role] = measured
             if measured and role == "input" and i not in controller.choices and measured.amax > 0:
@@ -76,7 +76,8 @@ def slower_in_fp8(controller: Known, choice: Choice, counts: torch.Tensor) -> st
     took, flops = 0.0, 0.0
     for i in choice.layers:
         n, k = controller.shapes[i][-2:]
-        calls, elements = (int(counts[row, len(ROLES) * controller.layers[i].layer]) for row in (CALLS, ELEMENTS))
+        column = controller.state.column(controller.layers[i].layer, "input")
+        calls, elements = (int(counts[row, column]) for row in (CALLS, ELEMENTS))
         m = elements // max(calls * k, 1)
         flops += m * n * k
         took += m * n * k / speedup(recipe_of(controller.recipes[i], choice, i), m, n, k, card) if m else 0.0
@@ -92,8 +93,8 @@ def saturated(controller: Known, choice: Choice, counts: torch.Tensor) -> float:
 
     Of inputs and gradients: how often a weight was cast depends on the copies that are kept of it.
     """
-    places = [j for j, role in enumerate(ROLES) if role != "weight"]
-    columns = [len(ROLES) * controller.layers[i].layer + j for i in choice.layers for j in places]
+    layers, roles = [controller.layers[i].layer for i in choice.layers], ("input", "grad_output")
+    columns = [controller.state.column(layer, role) for layer in layers for role in roles]
     since = counts[:, columns].sum(1)
     if controller.counts is not None:
         since = since - controller.counts[:, columns].sum(1)

@@ -7,15 +7,13 @@ Saved: q, k and v; neither o nor statistics, which the backward finds anew (ops/
 
 from __future__ import annotations
 
-import contextlib
-
 import torch
 from torch.autograd.function import once_differentiable
 
 from fp8engine.autograd.refusals import BATCH, batched
 from fp8engine.errors import GradientError
 from fp8engine.ops import attention
-from fp8engine.ops.backends import asked, inherited
+from fp8engine.ops.backends import asked, running_on
 from fp8engine.ops.reference.attention import Form
 
 
@@ -49,7 +47,7 @@ class _Attention(torch.autograd.Function):
                 f"attention in FP8 does not take {BATCH}: fe.Heads(..., softmax='16 bits'), or fe.convert without "
                 "attention=, leaves it in 16 bits"
             )
-        with contextlib.nullcontext() if ctx.asked is None else inherited(ctx.asked):
+        with running_on(ctx.asked):
             q, k, v = ctx.saved_tensors
             found = attention.attention_backward(do.to(q.dtype).transpose(1, 2), q, k, v, ctx.form)
         return *(x.transpose(1, 2) for x in found), None

@@ -42,7 +42,7 @@ def frozen_linear(
         )
     wants = x.requires_grad or (bias_N is not None and bias_N.requires_grad)
     if torch.is_grad_enabled() and wants:
-        return _Frozen.apply(x, bias_N, *weight, given, numerics, out, compiling)
+        return _Frozen.apply(x, bias_N, weight, given, numerics, out, compiling)
     return in_shape_of(x, _forward(matrix(x), weight, bias_N, given, numerics, out))
 
 
@@ -55,19 +55,18 @@ def _forward(x_MK, weight: Operand, bias_N, given, numerics: Numerics, out: torc
             a = casts.quantize_given(x_MK, cast, given)
             slot.counts_CS[:2, slot.index] += torch.tensor([1, x_MK.numel()], device=slot.counts_CS.device)
         bias_N = None if bias_N is None else bias_N.detach()
-        return matmul.matmul(a, weight, bias_N, out, _precision(numerics, "forward"))
+        return matmul.matmul(a, weight, bias_N, out, numerics.recipe.precision["forward"])
 
 
 class _Frozen(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, bias_N, *given):
-        *weight, given_scale, numerics, out, ctx.compiling = given
-        codes_NK, scale, rows, cols, power_of_2 = weight
+        weight, given_scale, numerics, out, ctx.compiling = given
         # Of no size that counts: the layer's own codes, here so that a change of them before backward is an error.
-        ctx.save_for_backward(codes_NK, scale)
-        ctx.groups, ctx.numerics = (rows, cols, power_of_2), numerics
+        ctx.save_for_backward(weight.data, weight.scale)
+        ctx.groups, ctx.numerics = weight[2:], numerics
         ctx.x_like, ctx.bias_dtype = (x.shape, x.dtype), None if bias_N is None else bias_N.dtype
-        return in_shape_of(x, _forward(matrix(x), Operand(*weight), bias_N, given_scale, numerics, out))
+        return in_shape_of(x, _forward(matrix(x), weight, bias_N, given_scale, numerics, out))
 
     @staticmethod
     def backward(ctx, dy):
@@ -79,7 +78,7 @@ class _Frozen(torch.autograd.Function):
             dx = _input_gradient(dy_MN, Operand(*ctx.saved_tensors, *ctx.groups), numerics, dtype).view(shape)
         if ctx.needs_input_grad[1]:
             db_N = column_sums(dy_MN).to(ctx.bias_dtype)
-        return dx, db_N, *[None] * 9
+        return dx, db_N, *[None] * 5
 
 
 def _input_gradient(dy_MN: torch.Tensor, weight: Operand, numerics: Numerics, dtype: torch.dtype) -> torch.Tensor:
@@ -94,8 +93,4 @@ def _input_gradient(dy_MN: torch.Tensor, weight: Operand, numerics: Numerics, dt
         b = casts.quantize(values, numerics.recipe.dgrad[1]).t()
     else:
         b = weight.t()
-    return matmul.matmul(casts.quantize(dy_MN, cast, slot), b, None, dtype, _precision(numerics, "dgrad"))
-
-
-def _precision(numerics: Numerics, which: str) -> str:
-    return numerics.recipe.precision[which]
+    return matmul.matmul(casts.quantize(dy_MN, cast, slot), b, None, dtype, numerics.recipe.precision["dgrad"])

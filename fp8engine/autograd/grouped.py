@@ -16,7 +16,6 @@ is no such launch (ops/grouped.py) the operation itself goes from expert to expe
 
 from __future__ import annotations
 
-import contextlib
 import typing
 from collections.abc import Sequence
 
@@ -48,6 +47,7 @@ from fp8engine.ops.reference import Operand, Slot, emulation_dtype
 from fp8engine.ops.reference.grouped import BLOCK, bounds_of_equal, parts_of
 from fp8engine.ops.tensor import Float8Tensor
 from fp8engine.scaling.operands import Made
+from fp8engine.scaling.sample import outside_of_autocast
 
 RAN = {"torch": "cublas", "triton": "triton"}  # reports name the backend; torch's grouped matmul is CUTLASS
 
@@ -82,7 +82,7 @@ def grouped_linear(
         x_TK = suited(x_TK, numerics, compiling)
     bounds_2E1 = bounds(sizes, x_TK, experts, name)
     # The result's dtype is decided; autocast would now promote codes where they are concatenated.
-    with _without_autocast(x_TK):
+    with outside_of_autocast(x_TK.device):
         if not numerics.recipe.is_fp8:
             return _in_16_bits(x_TK, weight_ENK, bias_EN, bounds_2E1, numerics.recipe.input.format.dtype).to(out)
         use = use_of(numerics, x_TK, weight_ENK, bias_EN, compiling)
@@ -98,12 +98,8 @@ def grouped_plain(x_TK, weight_ENK, bias_EN, sizes: Sequence[int] | torch.Tensor
     check(x_TK, weight_ENK[0], bias_EN, name)
     out = dtype_of_result(x_TK, weight_ENK, name)
     bounds_2E1 = bounds(sizes, x_TK, len(weight_ENK), name)
-    with _without_autocast(x_TK):
+    with outside_of_autocast(x_TK.device):
         return _in_16_bits(x_TK, weight_ENK, bias_EN, bounds_2E1, out)
-
-
-def _without_autocast(x: torch.Tensor):
-    return contextlib.nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False)
 
 
 class _GroupedLinear(torch.autograd.Function):
@@ -112,7 +108,8 @@ class _GroupedLinear(torch.autograd.Function):
         call = _Experts(use, x_TK.device, bounds_2E1)
         a, saved = call.take(x_TK) if isinstance(x_TK, Float8Tensor) else call.cast_rows(x_TK)
         y_TN = call.experts_forward(a, weight_ENK, bias_EN, out)
-        ctx.save_for_backward(*call.to_save(saved), weight_ENK)
+        data, scale, *ctx.groups = saved if isinstance(saved, Operand) else (saved, None)
+        ctx.save_for_backward(data, scale, weight_ENK)
         ctx.call, ctx.dtype = call, x_TK.dtype
         return y_TN
 
@@ -123,7 +120,8 @@ class _GroupedLinear(torch.autograd.Function):
         if use is not call.use:  # never so in a graph, which allows no such write
             call.use = use
         with running_on(use.where.asked):
-            return *call.experts_backward(dy_TN, (data, scale), weight_ENK, ctx.dtype), None, None, None
+            saved = Operand(data, scale, *ctx.groups) if ctx.groups else data
+            return *call.experts_backward(dy_TN, saved, weight_ENK, ctx.dtype), None, None, None
 
 
 class _Experts:
@@ -132,7 +130,6 @@ class _Experts:
     def __init__(self, use: Use, device: torch.device, bounds_2E1: torch.Tensor):
         self.use, self.numerics, self.recipe = use, use.numerics, use.recipe
         self.bounds_2E1, self.experts = bounds_2E1, bounds_2E1.shape[1] - 1
-        self.groups: tuple | None = None  # what an Operand has beside data and scale, of the saved input
         self.copies: Made = {}
         of_dy, of_x = self.recipe.wgrad
         # Whether wgrad reads transposes in blocks, else rows as they are.
@@ -140,19 +137,11 @@ class _Experts:
 
     def slot(self, place: int, record: bool = False, count: bool = False) -> Slot:
         """The slot of one of the layer's operands."""
-        return self.use.slots[self.use.first + place, record, count]
+        return self.use.slots[place, record, count]
 
     def take(self, x: Float8Tensor) -> tuple[Either, Either | None]:
         """`cast_rows` of an input that is in FP8 already: wgrad transposes the codes when it reads them."""
         return take(self.use, x, self.cast_again)
-
-    def to_save(self, saved: Either | None) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """(data, scale) of what wgrad will read, for save_for_backward."""
-        if isinstance(saved, Operand):
-            data, scale, *groups = saved
-            self.groups = tuple(groups)
-            return data, scale
-        return saved, None
 
     def cast_rows(self, x_TK: torch.Tensor) -> tuple[Either, Either | None]:
         """(X for forward, what wgrad will read)."""
@@ -186,7 +175,7 @@ class _Experts:
             self.copies = weights if use.needs_x and wait else {}
         return y_TN
 
-    def experts_backward(self, dy_TN: torch.Tensor, saved: tuple, weight_ENK, dtype: torch.dtype) -> tuple:
+    def experts_backward(self, dy_TN: torch.Tensor, saved: Either, weight_ENK, dtype: torch.dtype) -> tuple:
         """(dx [T, K], dw [E, N, K], db [E, N]), None for what is not needed."""
         use, recipe = self.use, self.recipe
         if use.sampled:
@@ -200,9 +189,7 @@ class _Experts:
             slot = self.slot(GRAD_OUTPUT)
         if use.needs_w:
             a = self._for_wgrad(dy_TN, recipe.wgrad[0], made, slot, held)
-            data, scale = saved
-            b = data if self.groups is None else Operand(data, scale, *self.groups)
-            dw_ENK = self._each_expert(a, b, weight_ENK.dtype)
+            dw_ENK = self._each_expert(a, saved, weight_ENK.dtype)
         if use.needs_b:
             db_EN = grouped.column_sums(dy_TN, self.bounds_2E1).to(use.bias_dtype)
         return dx_TK, dw_ENK, db_EN

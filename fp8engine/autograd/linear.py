@@ -48,9 +48,7 @@ from fp8engine.ops.backends import inherited
 from fp8engine.ops.reference import Operand
 from fp8engine.ops.tensor import Float8Tensor
 from fp8engine.scaling.operands import Again, Operands, operands_of_gradient
-from fp8engine.scaling.sample import Call
-
-NOTHING = (None, None)
+from fp8engine.scaling.sample import Call, outside_of_autocast
 
 
 class Layer(NamedTuple):
@@ -81,18 +79,10 @@ def linear(x: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor | None
             found = kept_of(use, x)
             again = found.again if use.needs_w else None
             a, kept, is_transposed = input_pair(use if again is None else use._replace(needs_w=False), matrix(x), found)
-    # One tensor twice among a Function's arguments is refused by Dynamo.
-    one = kept is a and a is not None
-    data, scale, *groups = a or NOTHING
-    kept_data, kept_scale, *kept_groups = (
-        kept if isinstance(kept, Operand) and not one else (None if one else kept, None)
-    )
-    kept_scale = None if kept_scale is scale else kept_scale
     if again is not None and not use.where.compiling:
         again.waiting += 1
-    forms = Forms(groups, kept_groups, one, is_transposed, begun.out, again)
-    remade = () if again is None else again.tensors
-    return _Linear.apply(x, weight_NK, bias_N, data, scale, kept_data, kept_scale, use, forms, *remade)
+    read = Read(a, kept, is_transposed, begun.out, again)
+    return _Linear.apply(x, weight_NK, bias_N, use, read, *(() if again is None else again.tensors))
 
 
 class Begun(NamedTuple):
@@ -157,69 +147,61 @@ def check(
         device.check_one(name, x, weight=weight_NK, bias=bias_N)
 
 
-class Forms(NamedTuple):
-    """How `_Linear` puts together what it is given as plain tensors.
+class Read(NamedTuple):
+    """What `_Linear` reads of an input that is cast already.
 
-    groups, kept_groups: what an Operand has beside data and scale, of X and of what wgrad reads; empty for no Operand.
-    Without a scale of its own the second has the first's.
-    one: wgrad reads X itself.  is_transposed: it reads X^T.  out: the result's dtype.
-    again: how x is made again for wgrad, from the tensors that are saved instead of its operand.
+    a: X; kept: what wgrad will read; None: x itself, in 16 bits, or nothing.  is_transposed: kept is X^T already.
+    out: the result's dtype.  again: how x is made again for wgrad, from the tensors that are saved instead of kept.
     """
 
-    groups: list
-    kept_groups: list
-    one: bool
+    a: Operand | None
+    kept: Either | None
     is_transposed: bool
     out: torch.dtype
     again: Again | None
 
 
 class _Linear(torch.autograd.Function):
-    """The matmuls of a layer whose input is cast already.  data, kept None: x itself, in 16 bits, or nothing."""
+    """The matmuls of a layer."""
 
     @staticmethod
     def forward(ctx, *given):
         # One parameter beside ctx: torch 2.13's Dynamo, tracing without gradients, drops ctx where a Function is called
         # with as many arguments as its forward has parameters.
-        x, weight_NK, bias_N, data, scale, kept, kept_scale, use, forms, *remade = given
-        recipe = use.recipe
-        a = plain(matrix(x), recipe.forward[0]) if data is None else Operand(data, scale, *forms.groups)
+        x, weight_NK, bias_N, use, read, *remade = given
+        first, second, kept = use.recipe.forward[0], use.recipe.wgrad[1], read.kept
+        a = read.a or plain(matrix(x), first)
         b, weight_KN, copies = weight_pair(use, weight_NK)
-        y_MN = use.numerics.result(use, a, b, bias_N, forms.out)
-        if forms.again is not None:
-            kept = kept_scale = None
-        elif forms.one:
-            kept, kept_scale = data, scale
-        elif forms.kept_groups and kept_scale is None:
-            kept_scale = scale
-        elif use.needs_w and kept is None:
-            kept = a if data is None and recipe.wgrad[1] is recipe.forward[0] else plain(matrix(x), recipe.wgrad[1])
-        ctx.save_for_backward(kept, kept_scale, weight_NK if use.needs_x else None, *weight_KN, *remade)
-        ctx.use, ctx.forms, ctx.copies, ctx.like = use, forms, copies, (x.shape, x.dtype, weight_NK.dtype)
+        y_MN = use.numerics.result(use, a, b, bias_N, read.out)
+        if use.needs_w and kept is None and read.again is None:
+            kept = a if second is first else plain(matrix(x), second)
+        data, scale, *groups = kept if isinstance(kept, Operand) else (kept, None)
+        ctx.save_for_backward(data, scale, weight_NK if use.needs_x else None, *weight_KN, *remade)
+        ctx.use, ctx.copies, ctx.like = use, copies, (x.shape, x.dtype, weight_NK.dtype)
+        ctx.kept = groups, read.is_transposed, read.again
         return in_shape_of(x, y_MN)
 
     @staticmethod
     def backward(ctx, dy):
         # Read once: checkpoints unpack nothing a second time.
-        kept, scale, weight_NK, *weight_KN = ctx.saved_tensors
+        data, scale, weight_NK, *weight_KN = ctx.saved_tensors
         weight_KN, remade = weight_KN[:2], weight_KN[2:]
-        use, forms, copies, (shape, *dtypes) = resumed(ctx.use, dy), ctx.forms, {}, ctx.like
+        use, copies, (shape, *dtypes) = resumed(ctx.use, dy), {}, ctx.like
+        groups, is_transposed, again = ctx.kept
         if not use.where.compiling:
             # Taken out: a loss that the user keeps alive keeps this node alive, and with it these operands.
             copies, ctx.copies = ctx.copies, {}
-        groups, dy_MN = forms.groups if forms.one else forms.kept_groups, matrix(dy)
-        if forms.again is not None:
-            kept = input_again(use, *forms.again.result(remade, use.where.compiling))
-        elif groups:
-            kept = Operand(kept, scale, *groups)
-        if kept is not None and not forms.is_transposed and forms.again is None:
+        kept, dy_MN = Operand(data, scale, *groups) if groups else data, matrix(dy)
+        if again is not None:
+            kept = input_again(use, *again.result(remade, use.where.compiling))
+        elif kept is not None and not is_transposed:
             kept = transposed(kept)
         with inherited(use.where.asked) if use.where.asked else contextlib.nullcontext():
             if isinstance(dy_MN, Float8Tensor):
                 dy_MN = take_gradient(use, dy_MN)
             found = None if use.where.compiling or "fp8" not in vars(dy) else operands_of_gradient(dy)
             dx_MK, dw_NK, db_N = gradients(use, dy_MN, kept, (weight_NK, weight_KN, copies), dtypes, found)
-        return None if dx_MK is None else dx_MK.view(shape), dw_NK, db_N, *[None] * (6 + len(remade))
+        return None if dx_MK is None else dx_MK.view(shape), dw_NK, db_N, *[None] * (2 + len(remade))
 
 
 def gradients(
@@ -288,5 +270,5 @@ def _high_precision(x, weight_NK, bias_N, dtype: torch.dtype, out: torch.dtype) 
     ):
         y_MN = matmul.matmul_fp16(matrix(x).to(dtype), weight_NK.to(dtype), bias_N)
         return y_MN.view(*x.shape[:-1], len(weight_NK)).to(out)
-    with contextlib.nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False):
+    with outside_of_autocast(x.device):
         return torch.nn.functional.linear(x.to(dtype), weight_NK.to(dtype), bias_N).to(out)

@@ -20,9 +20,9 @@ from fp8engine.ops.card_trials import kind_of
 from fp8engine.ops.flops import count_flops
 from fp8engine.ops.library import in_backward
 from fp8engine.ops.reference import Slot
-from fp8engine.scaling.columns import Column
+from fp8engine.scaling.columns import Column, GraphSlots
 from fp8engine.scaling.sample import ALONE, Call, observe
-from fp8engine.scaling.table import OUTPUT, ROLES, SLOTS, ScalingState
+from fp8engine.scaling.table import OUTPUT, SLOTS, ScalingState
 
 
 @dataclass
@@ -102,11 +102,11 @@ class Numerics:
 
         A forward that runs again inside a backward pass is counted no second time.  (A graph asks when it runs.)
         """
-        if torch.compiler.is_compiling():
-            return self.columns[ROLES.index(role)].slot(record, count)
-        if role != "grad_output" and in_backward():
+        compiling = torch.compiler.is_compiling()
+        if not compiling and role != "grad_output" and in_backward():
             count = False
-        return self.state.slot(len(ROLES) * self.layer + ROLES.index(role), record, count)
+        slots = GraphSlots(self.columns) if compiling else self.state.slots[self.layer]
+        return slots[SLOTS.index(role), record, count]
 
     def adopt(self, recipe: Recipe) -> None:
         """Follow another recipe from the next call on."""

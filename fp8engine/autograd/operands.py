@@ -34,7 +34,7 @@ from fp8engine.scaling.sample import ALONE, Call
 
 NOTHING = (None, None)
 Either = Operand | torch.Tensor  # FP8, or the tensor itself where a recipe leaves a matmul in 16 bits
-INPUT, WEIGHT, GRAD_OUTPUT = range(len(ROLES))  # places of a layer's columns in the scaling table
+INPUT, WEIGHT, GRAD_OUTPUT = range(len(ROLES))  # places among a layer's columns of the scaling table
 
 
 class Where(NamedTuple):
@@ -76,7 +76,7 @@ class Use(NamedTuple):
     """What one call of a layer has decided, in forward, and reads in backward.
 
     recipe: as it is now; another step may begin, under another, before this backward.
-    slots: of the scaling table, by (column, record, count).  first: the column of the layer's input.
+    slots: the layer's, by (place, record, count).
     needs_x, needs_w, needs_b: whether input, weight and bias want gradients.
     record, count: whether amaxes enter the history, and casts the counters.
     real: whether the weight is data in eager code, of which copies may be kept.
@@ -87,7 +87,6 @@ class Use(NamedTuple):
     recipe: Recipe
     where: Where
     slots: Slots | GraphSlots
-    first: int
     needs_x: bool
     needs_w: bool
     needs_b: bool
@@ -121,7 +120,7 @@ def use_of(numerics: Numerics, x: torch.Tensor, weight: torch.Tensor, bias_N, co
         if numerics.standalone:
             state.begin_in_graph()
         where, slots = GRAPH_ON_CARD if graphs_run_on(x.device) == "cublas" else GRAPH, GraphSlots(numerics.columns)
-        return Use(numerics, recipe, where, slots, 0, *needs, record, True, False, samples and ALONE, bias_dtype)
+        return Use(numerics, recipe, where, slots, *needs, record, True, False, samples and ALONE, bias_dtype)
     name, plain = asked(), dispatch_modes() == 0 and type(weight) in PLAIN
     numerics.sizes = sizes = (x.numel() // max(x.shape[-1], 1), weight.shape[-2], weight.shape[-1])
     on_host = x.device.type == "cpu" and (name == "reference" or (name is None and not cpu_multiplies("fp8")))
@@ -130,11 +129,11 @@ def use_of(numerics: Numerics, x: torch.Tensor, weight: torch.Tensor, bias_N, co
     else:
         fast = recipe.precision["forward"]
         where = chosen(matmul.choose(x.device, recipe.by_block, sizes, fast, numerics.kind, bias_N is not None), name)
-    numerics.ran, first = where.backend, len(ROLES) * numerics.layer
+    numerics.ran = where.backend
     count = graph_task() == -1  # a forward that runs inside a backward is counted no second time
     real = plain and not weight.is_meta and not weight.is_inference()
     call = None if samples is None else samples.call(numerics.layer, sizes[0])
-    return Use(numerics, recipe, where, state.slots, first, *needs, record, count, real, call, bias_dtype)
+    return Use(numerics, recipe, where, state.slots[numerics.layer], *needs, record, count, real, call, bias_dtype)
 
 
 def resumed(use: Use, dy: torch.Tensor) -> Use:
@@ -147,15 +146,15 @@ def resumed(use: Use, dy: torch.Tensor) -> Use:
         if use.where.compiling:
             return use
         where = GRAPH_ON_CARD if use.where.on_codes else GRAPH  # compiled autograd: of a forward in eager code
-        return use._replace(where=where, slots=GraphSlots(numerics.columns), first=0)
+        return use._replace(where=where, slots=GraphSlots(numerics.columns))
     if torch.is_grad_enabled() or batched_by_autograd(dy) or transforms_active():
         raise not_one_gradient(numerics.name)
     numerics.state.backward_seen = True
     numerics.weight.after_backward()
     if asked() not in (None, use.where.asked):
         use = use._replace(where=chosen(use.where.backend or "reference", use.where.asked))
-    if use.slots is not numerics.state.slots:  # the tables have moved or grown since
-        use = use._replace(slots=numerics.state.slots)
+    if use.slots is not (slots := numerics.state.slots[numerics.layer]):  # the tables have moved since
+        use = use._replace(slots=slots)
     return use
 
 
@@ -195,7 +194,7 @@ def input_pair(use: Use, x_MK: torch.Tensor, kept: Made) -> tuple[Operand | None
     """
     recipe = use.recipe
     first, second = recipe.forward[0], recipe.wgrad[1]
-    slot = use.slots[use.first + INPUT, use.record, use.count]
+    slot = use.slots[INPUT, use.record, use.count]
     if use.sampled:
         use.numerics.observe("input", x_MK, use.sampled)
     if use.needs_w and use.where.on_codes and recipe.input_serves_both:
@@ -207,7 +206,7 @@ def input_pair(use: Use, x_MK: torch.Tensor, kept: Made) -> tuple[Operand | None
         a = one(use, x_MK, first, kept, slot, held)
     if serves or not use.needs_w or not second.is_fp8:
         return a, a if serves else None, False
-    return a, one(use, x_MK, second, kept, use.slots[use.first + INPUT, False, False], None), False
+    return a, one(use, x_MK, second, kept, use.slots[INPUT, False, False], None), False
 
 
 def kept_of_weight(use: Use, weight: torch.Tensor) -> tuple[Made, bool, bool]:
@@ -216,13 +215,14 @@ def kept_of_weight(use: Use, weight: torch.Tensor) -> tuple[Made, bool, bool]:
         return {}, use.where.compiling, True
     host, predicted = use.slots.host, (0, 0.0)
     if use.recipe.predicts_weight:  # by a graph too, of which a CPU's table tells and the host's count does not
-        predicted = use.numerics.state.predictions, 0.0 if host is None else float(host[0][1, use.first + WEIGHT])
+        s = 0.0 if host is None else float(host[0][1, use.slots[WEIGHT, False, False].index])
+        predicted = use.numerics.state.predictions, s
     return use.numerics.weight.operands(weight, use.record, *predicted)
 
 
 def weight_pair(use: Use, weight_NK: torch.Tensor) -> tuple[Either, tuple, Made]:
     """(W for forward; W^T as (codes, scale) where a graph saves it; copies that wait for backward)."""
-    recipe, slot = use.recipe, use.slots[use.first + WEIGHT, use.record, use.count]
+    recipe, slot = use.recipe, use.slots[WEIGHT, use.record, use.count]
     second = recipe.forward[1]
     if type(weight_NK) is gathered.GatheredWeight:  # distributed/weight_scales.py describes it
         return gathered.for_forward(weight_NK, second, slot, use.where.compiling), NOTHING, {}
@@ -248,7 +248,7 @@ def weight_for_dgrad(use: Use, weight_NK: torch.Tensor, weight_KN: tuple, copies
     codes, scale = weight_KN
     if codes is not None:
         return operand(codes, scale, first)
-    slot = use.slots[use.first + WEIGHT, False, False]
+    slot = use.slots[WEIGHT, False, False]
     if type(weight_NK) is gathered.GatheredWeight:
         return transposed(gathered.for_dgrad(weight_NK, (first, second), slot, use.where.compiling))
     if use.where.on_codes and use.recipe.weight_serves_both:
@@ -266,7 +266,7 @@ def gradient_pair(use: Use, dy_MN: torch.Tensor, made: dict) -> tuple[Either | N
     """
     recipe = use.recipe
     first, second = recipe.dgrad[0], recipe.wgrad[0]
-    slot = use.slots[use.first + GRAD_OUTPUT, True, True]
+    slot = use.slots[GRAD_OUTPUT, True, True]
     if use.sampled:
         use.numerics.observe("grad_output", dy_MN, use.sampled)
     d = d_t = db_N = None
@@ -279,7 +279,7 @@ def gradient_pair(use: Use, dy_MN: torch.Tensor, made: dict) -> tuple[Either | N
         return *use.where.casts.cast_transpose(dy_MN, first, slot), None
     if use.needs_x:
         d = one(use, dy_MN, first, made, slot, held) if first.is_fp8 else plain(dy_MN, first)
-        slot = use.slots[use.first + GRAD_OUTPUT, False, False]
+        slot = use.slots[GRAD_OUTPUT, False, False]
     if use.needs_w:
         d_t = transposed(one(use, dy_MN, second, made, slot, held) if second.is_fp8 else plain(dy_MN, second))
     if use.needs_b:
@@ -310,14 +310,14 @@ def one(use: Use, x_MK: torch.Tensor, cast: Cast, kept: Made, slot: Slot, held: 
 
 def along_m(use: Use, x_MK: torch.Tensor, kept: Made) -> Either:
     """x as wgrad reads it, of an x made a second time: under the scale it had, not transposed and not counted."""
-    slot, second = use.slots[use.first + INPUT, False, False], use.recipe.wgrad[1]
+    slot, second = use.slots[INPUT, False, False], use.recipe.wgrad[1]
     return one(use, x_MK, second, kept, slot, None) if second.is_fp8 else plain(x_MK, second)
 
 
 def input_again(use: Use, x_MK: torch.Tensor, kept: Made) -> Either:
     """X^T for wgrad, of an x that is made a second time."""
     if use.where.on_codes and use.recipe.input_serves_both:
-        return transpose(use, x_MK, use.recipe.forward[0], kept, use.slots[use.first + INPUT, False, False])
+        return transpose(use, x_MK, use.recipe.forward[0], kept, use.slots[INPUT, False, False])
     return transposed(along_m(use, x_MK, kept))
 
 

@@ -19,6 +19,7 @@ Source of casting in the norm and the activation: NVIDIA's Hopper whitepaper, "t
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -61,27 +62,27 @@ class Target(NamedTuple):
     compiling: bool
 
 
-class Memory(NamedTuple):
+@dataclass(frozen=True)
+class Memory:
     """Memory options of a module: what its norm and its activation keep for backward.
 
     recompute_norm, recompute_activation: the layer that reads the result keeps no codes of it; the norm, or the
     activation, runs again in backward, from its own input.
     store: "16 bits", or "fp8": the inputs of norm and activation are kept in FP8 too, E4M3 with a scale per row.
+    Raises UnknownName for another store.
     """
 
     recompute_norm: bool = False
     recompute_activation: bool = False
     store: str = "16 bits"
 
+    def __post_init__(self):
+        if self.store not in STORES:
+            raise UnknownName("store", self.store, STORES)
+
 
 KEEP = Memory()
 FROM_RESULT = ("relu",)  # its gradient, and itself, are those of its result: which is kept, as torch does; x may change
-
-
-def check_memory(memory: Memory) -> None:
-    """Raise UnknownName for another store."""
-    if memory.store not in STORES:
-        raise UnknownName("store", memory.store, STORES)
 
 
 def norm(
@@ -90,14 +91,13 @@ def norm(
     """norm(x), x [..., K], in x's dtype, with codes for the layer that reads it.
 
     reader: the layer that is known to read it; None: the one that has.
-    Raises UnknownName for a norm or a store, ShapeError and UnsupportedDtype for gamma or beta, GradientError for the
+    Raises UnknownName for a norm, ShapeError and UnsupportedDtype for gamma or beta, GradientError for the
     gradient of a gradient.
 
     >>> from fp8engine.ops.reference import Norm
     >>> norm(torch.tensor([[2.0, -2.0]]), NormOf(Norm("rms", eps=0.0), None), Producer())
     tensor([[ 1., -1.]])
     """
-    check_memory(memory)
     (which, gamma_K, beta_K), x = of, _in_16_bits(x)
     grad = torch.is_grad_enabled() and any(p is not None and p.requires_grad for p in (x, gamma_K, beta_K))
     if grad and not torch.compiler.is_compiling() and x.is_inference():  # autograd saves no such tensor
@@ -129,12 +129,11 @@ def activation(
 
     kind: a name of ops/reference/activations.py's table.  up: of a gated kind; x is then the gate alone.
     reader: as of `norm`.
-    Raises UnknownName for a kind or a store, ShapeError for widths that do not fit, UnsupportedDtype, GradientError.
+    Raises UnknownName for a kind, ShapeError for widths that do not fit, UnsupportedDtype, GradientError.
 
     >>> activation(torch.tensor([[2.0, -2.0]]), "relu", Producer())
     tensor([[2., 0.]])
     """
-    check_memory(memory)
     x, up = _in_16_bits(x), None if up is None else _in_16_bits(up)
     grad = torch.is_grad_enabled() and (x.requires_grad or (up is not None and up.requires_grad))
     target = target_of(producer, x, reader)

@@ -16,7 +16,7 @@ from fp8engine.autograd.stored_tensor import StoredTensor
 from fp8engine.numerics.cast import PerTensor
 from fp8engine.ops import matmul
 from fp8engine.ops.reference import Epilogue, Operand
-from fp8engine.scaling.table import OUTPUT
+from fp8engine.scaling.table import OUTPUT, SLOTS
 
 
 def product(use: Any, a: Any, b: Any, bias_N, out: torch.dtype, which: str) -> torch.Tensor:
@@ -51,5 +51,5 @@ def in_fp8(use: Any, a: Any, b: Any, bias_N, out: torch.dtype) -> torch.Tensor:
     if scale is None:
         return y_MN
     y = StoredTensor(y_MN, scale, PerTensor(), out)
-    y.source = state.slot(state.column(layer, OUTPUT), record=False, count=False)
+    y.source = use.slots[SLOTS.index(OUTPUT), False, False]
     return y

@@ -15,11 +15,11 @@ from collections.abc import Callable
 import torch
 
 from fp8engine.autograd.numerics import Numerics
-from fp8engine.autograd.operands import GRAD_OUTPUT, INPUT, Either, Use, enter_again, one, plain
+from fp8engine.autograd.operands import GRAD_OUTPUT, INPUT, Either, Use, enter_again, one, plain, same
 from fp8engine.autograd.stored_tensor import StoredTensor
 from fp8engine.numerics.cast import Cast
 from fp8engine.numerics.recipe import Recipe
-from fp8engine.ops.reference import Operand, Slot
+from fp8engine.ops.reference import Operand
 from fp8engine.ops.tensor import Float8Tensor
 from fp8engine.scaling.operands import Made
 
@@ -77,8 +77,8 @@ def take(
     cast_again: casts its values for wgrad, where that does not read the codes; they are counted no more.
     """
     numerics, q = use.numerics, x.operand()
-    gathered, slot = isinstance(x, GatheredTensor), use.slots[use.first + INPUT, use.record, use.count]
-    if not (gathered and _counted_by(x.source, slot)):
+    gathered, slot = isinstance(x, GatheredTensor), use.slots[INPUT, use.record, use.count]
+    if not (gathered and x.source is not None and same(x.source, slot)):  # this slot counted it when it was cast
         known = x.source is not None and x.source.live_2S is numerics.state.live_2S
         enter_again(x.source if known else None, slot, x.numel())
     values = None
@@ -110,12 +110,7 @@ def take_gradient(use: Use, dy_MN: torch.Tensor) -> torch.Tensor | tuple:
     values = dy_MN.values()
     if not second.is_fp8:
         return q, plain(values, second).t(), None
-    return q, one(use, values, second, {}, use.slots[use.first + GRAD_OUTPUT, False, False], None).t(), None
-
-
-def _counted_by(source: Slot | None, slot: Slot) -> bool:
-    """Whether `slot` is the one that counted the tensor when it was cast."""
-    return source is not None and source.live_2S is slot.live_2S and source.index == slot.index
+    return q, one(use, values, second, {}, use.slots[GRAD_OUTPUT, False, False], None).t(), None
 
 
 def _reads_codes(saved: Cast, q: Operand) -> bool:

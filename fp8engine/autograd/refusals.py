@@ -32,10 +32,10 @@ BATCH = "several gradients at once (vmap of a backward pass, is_grads_batched=Tr
 
 def check_classes(x: torch.Tensor, weight_NK: torch.Tensor, name: str) -> None:
     """Raise ParallelError for a DTensor, UnsupportedDtype for a weight that wraps other tensors."""
-    if type(x) not in INPUTS and _is_dtensor(x):
+    if type(x) not in INPUTS and _torch.is_dtensor(x):
         raise _sharded(name, "input")
     if type(weight_NK) not in WEIGHTS and hasattr(weight_NK, "__tensor_flatten__"):
-        if _is_dtensor(weight_NK):
+        if _torch.is_dtensor(weight_NK):
             raise _sharded(name, "weight")
         raise UnsupportedDtype(
             f"{name}: its weight became a {type(weight_NK).__name__} after fe.convert (quantize_ of torchao?), and FP8 "
@@ -146,8 +146,3 @@ def _in_16_bits(name: str) -> str:
     return (
         f"leave the layer in 16 bits: fe.convert(..., overrides={{{name!r}: 'bf16'}}), or recipe='bf16' when it is made"
     )
-
-
-def _is_dtensor(x: torch.Tensor) -> bool:
-    """Found by name, so that torch.distributed need not be there."""
-    return any(kind.__name__ == "DTensor" for kind in type(x).__mro__)

@@ -89,7 +89,7 @@ class _Smoothed(torch.autograd.Function):
         b, codes, ctx.copies = weight_pair(use, weight_s_NK)
         y_MN = use.numerics.result(use, a or plain(divided_MK, first), b, bias_N, out)
         kept = kept or (plain(divided_MK, second) if use.needs_w else None)
-        data, scale, ctx.groups = (kept.data, kept.scale, kept[2:]) if isinstance(kept, Operand) else (kept, None, None)
+        data, scale, *ctx.groups = kept if isinstance(kept, Operand) else (kept, None)
         ctx.save_for_backward(data, scale, weight_NK, s_K, *codes)
         ctx.use, ctx.x_like = use, (x.shape, x.dtype)
         return in_shape_of(x, y_MN)
@@ -100,7 +100,7 @@ class _Smoothed(torch.autograd.Function):
         use, copies, (shape, dtype) = resumed(ctx.use, dy), {}, ctx.x_like
         if not use.where.compiling:
             copies, ctx.copies = ctx.copies, {}  # taken out, as in _Linear
-        kept = data if ctx.groups is None else Operand(data, scale, *ctx.groups)
+        kept = Operand(data, scale, *ctx.groups) if ctx.groups else data
         if kept is not None and not ctx.is_transposed:
             kept = transposed(kept)
         weight = (_times(weight_NK, s_K), codes, copies)

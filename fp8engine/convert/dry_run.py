@@ -12,7 +12,8 @@ does, before codes stand there: of such code the names are read (`_asked_in_code
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from types import CodeType
 from typing import Any
 
 import torch
@@ -79,17 +80,13 @@ def _asked_in_code(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     SigLIP 2's embeddings write `self.patch_embedding.weight.dtype`, and take two tensors.  The `dtype` of one of
     transformers' models is that of its first parameter: Granite Speech casts to `self.dtype`.
     """
-    paths: dict[type, set[str]] = {}
-    for module in model.modules():
-        kind = plain_class(module)
-        if kind not in paths:
-            paths[kind] = {path for code in codes_of(module) for path in dtypes_asked(code)}
-        for path in paths[kind]:
+    for module, paths in _told_by_code(model, dtypes_asked):
+        for path in paths:
             with contextlib.suppress(AttributeError):  # an attribute of something else
                 part = module.get_submodule(path.removesuffix(".weight"))
                 layer = _first(part)
                 if (path.endswith(".weight") or hasattr(type(part), "dtype")) and is_linear(layer):
-                    yield kind.__name__, adapted(layer)
+                    yield plain_class(module).__name__, adapted(layer)
 
 
 def _written(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -97,14 +94,21 @@ def _written(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
     RWKV divides two of a block in evaluation: `block.attention.output.weight.div_(...)`.
     """
-    paths: dict[type, tuple[str, ...]] = {}
+    for module, paths in _told_by_code(model, weights_written):
+        ends = tuple(f".{path}" for path in paths)
+        for name, part in module.named_modules():
+            if f".{name}.weight".endswith(ends) and is_linear(part):
+                yield plain_class(module).__name__, adapted(part)
+
+
+def _told_by_code(model: nn.Module, told: Callable[[CodeType], set[str]]) -> Iterator[tuple[nn.Module, set[str]]]:
+    """(module, paths that the code of its class tells) of each module of whose code any are told."""
+    by_class: dict[type, set[str]] = {}
     for module in model.modules():
-        kind = plain_class(module)
-        if kind not in paths:
-            paths[kind] = tuple(f".{path}" for code in codes_of(module) for path in weights_written(code))
-        for name, part in module.named_modules() if paths[kind] else ():
-            if f".{name}.weight".endswith(paths[kind]) and is_linear(part):
-                yield kind.__name__, adapted(part)
+        if (kind := plain_class(module)) not in by_class:
+            by_class[kind] = {path for code in codes_of(module) for path in told(code)}
+        if by_class[kind]:
+            yield module, by_class[kind]
 
 
 def _uses(model: nn.Module) -> Iterator[tuple[str, nn.Module, bool, bool]]:

@@ -199,29 +199,26 @@ def _writes(code: CodeType) -> bool:
 @functools.cache
 def dtypes_asked(code: CodeType) -> set[str]:
     """Paths of what the code asks for its dtype: "mlp.wo.weight" of `self.mlp.wo.weight.dtype`, "" of `self.dtype`."""
-    found, chain, of_self = set(), [], False
-    for each in dis.get_instructions(code):
-        if each.opname != "LOAD_ATTR":
-            chain, of_self = [], each.argrepr.endswith("self")
-            continue
-        if each.argval == "dtype" and (chain or of_self):  # not of a tensor, `x.dtype`
-            found.add(".".join(chain))
-        chain = [*chain, each.argval]
-    return found
+    asked = (path for path, of_self, name in _attributes(code) if name == "dtype" and (path or of_self))
+    return set(map(".".join, asked))  # not of a tensor, `x.dtype`
 
 
 @functools.cache
 def weights_written(code: CodeType) -> set[str]:
     """Paths of weights that the code writes to: "out.weight" of `block.out.weight.div_(2)`, of whatever it names so."""
-    found, chain = set(), []
+    called = (path for path, _, name in _attributes(code) if name.endswith("_") and name != "requires_grad_")
+    return {".".join(path) for path in called if path[1:] and path[-1] == "weight"}
+
+
+def _attributes(code: CodeType) -> Iterator[tuple[list[str], bool, str]]:
+    """(path before it, whether that begins at `self`, name) of each attribute that the code loads."""
+    path, of_self = [], False
     for each in dis.get_instructions(code):
         if each.opname not in ("LOAD_ATTR", "LOAD_METHOD"):
-            chain = []
+            path, of_self = [], each.argrepr.endswith("self")
             continue
-        if chain[1:] and chain[-1] == "weight" and each.argval.endswith("_") and each.argval != "requires_grad_":
-            found.add(".".join(chain))
-        chain = [*chain, each.argval]
-    return found
+        yield path, of_self, each.argval
+        path = [*path, each.argval]
 
 
 def is_linear(module: nn.Module) -> bool:

@@ -20,13 +20,13 @@ from fp8engine.nn.class_swap import Mixin, change_class
 from fp8engine.nn.experts import Float8Experts
 from fp8engine.nn.fp8_attention import Softmax
 from fp8engine.nn.linear import Float8Module
-from fp8engine.nn.produce import ProducingActivation, ProducingMlp, ProducingNorm
+from fp8engine.nn.produce import Producing
 from fp8engine.nn.serving import Served, restore
 from fp8engine.scaling.table import ScalingState
 
 # Attributes that a conversion has set on modules of these classes; others are the user's.
 ATTACHED = {
-    "recognised": (ProducingNorm, ProducingActivation, ProducingMlp),
+    "recognised": (Producing,),
     "parts": (Float8Experts,),
     "numerics": (Float8Module,),
 }

@@ -132,8 +132,8 @@ class _Rules:
         s = torch.where(self.power_of_2, floor_power_of_2(s), s)
         smallest = [_one(part, torch.min) for part in s.split(self.sizes)]
         for i, at, weight in self.delayed:
-            state, column = weight.numerics.state, len(ROLES) * weight.numerics.layer + WEIGHT
-            predicted = state.live_2S[1, column]
+            state = weight.numerics.state
+            predicted = state.live_2S[1, state.column(weight.numerics.layer, "weight")]
             fits = (predicted > 0) & (amax[at] * predicted <= self.most[at] * SATURATES)
             s[at] = torch.where(fits, predicted, s[at])
             smallest[i] = torch.full_like(predicted, float("nan"))

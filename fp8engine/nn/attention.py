@@ -201,9 +201,6 @@ class Attention(nn.Module):
         mixed = self.softmax.attend(q, k, v, mask, scores).transpose(1, 2).flatten(-2)
         return mixed[0] if packed else mixed
 
-    def __setstate__(self, state: dict) -> None:
-        super().__setstate__({"softmax": Softmax("16 bits", "Attention")} | state)  # 0.2 had none
-
     def _of_heads(self, x: torch.Tensor, norm: nn.RMSNorm) -> torch.Tensor:
         """The norm of each head; where ranks divide the heads, its weight's gradient is summed over them."""
         shard = self.q_proj.numerics.shard

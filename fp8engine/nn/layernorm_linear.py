@@ -14,7 +14,6 @@ from torch import nn
 
 from fp8engine.auto import attach
 from fp8engine.autograd import Memory, NormOf, Numerics
-from fp8engine.autograd.produce import check_memory
 from fp8engine.errors import UnknownName
 from fp8engine.nn.linear import Linear
 from fp8engine.nn.produce import begin_in_graph, normed
@@ -124,7 +123,6 @@ class LayerNormLinear(nn.Module):
         super().__init__()
         recipe = resolve(recipe)
         self.memory = Memory(recompute_norm=recompute, store=store)
-        check_memory(self.memory)
         self.norm = make_norm(in_features, Norm(norm, eps, zero_centered), device, dtype)
         self.linear = Linear(in_features, out_features, bias, recipe=UNTIL_SHARED, device=device, dtype=dtype)
         self.producer = Producer("norm")

@@ -6,7 +6,6 @@ import torch
 from torch import nn
 
 from fp8engine.autograd import Memory
-from fp8engine.autograd.produce import check_memory
 from fp8engine.errors import UnknownName
 from fp8engine.nn.layernorm_linear import UNTIL_SHARED, make_norm, norm_of, share_state
 from fp8engine.nn.linear import Linear
@@ -61,7 +60,6 @@ class LayerNormMLP(nn.Module):
             raise UnknownName("recompute", recompute, [str(name) for name in RECOMPUTE])
         self.activation = activation
         self.memory = Memory(*RECOMPUTE[recompute], store)
-        check_memory(self.memory)
         self.norm = make_norm(hidden, Norm(norm, eps, zero_centered), device, dtype)
         gated = ACTIVATIONS[activation].gated
         self.first = "gate_up" if gated else "up"

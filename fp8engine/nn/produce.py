@@ -177,23 +177,34 @@ def _in_order(x: torch.Tensor) -> bool:
     return x.is_contiguous() or list(x.stride()) == sorted(x.stride(), reverse=True)
 
 
-class ProducingNorm(Mixin):
-    """A norm whose result takes codes along."""
+class Producing(Mixin):
+    """A module of any model whose result takes codes along, while it is what it was recognised as."""
 
     prefix = "Producing"
     recognised = NOTHING
+    is_leaf = True  # of the graph that torch.fx traces
 
     def forward(self, *args, **kwargs):
-        known, which = self.recognised, self.recognised.what
         x: Any = args[0] if args else None
         if isinstance(x, Proxy):
-            return leaf(self, x)
+            return leaf(self, x) if self.is_leaf else super().forward(*args, **kwargs)
+        as_found = len(args) == 1 and not kwargs and _plain(x) and _found(self, self.recognised, x)
+        y = self.produced(x, self.recognised) if as_found else None
+        return super().forward(*args, **kwargs) if y is None else y
+
+    def produced(self, x: torch.Tensor, known: Recognised) -> torch.Tensor | None:
+        """The result with codes; None where the module's own forward computes it."""
+
+
+class ProducingNorm(Producing):
+    """A norm."""
+
+    def produced(self, x, known):
+        which = known.what
         weight, bias = getattr(self, "weight", None), getattr(self, "bias", None)  # a parametrization's too
-        as_found = len(args) == 1 and not kwargs and _plain(x) and _found(self, known, x)
-        if not (as_found and _fits(weight, x) and _fits(bias, x)) or (
-            _widened(x) if which.kind == "layer" else not _in_order(x)
-        ):
-            return super().forward(*args, **kwargs)
+        own = _widened(x) if which.kind == "layer" else not _in_order(x)
+        if own or not (_fits(weight, x) and _fits(bias, x)):
+            return None
         if known.eps:  # it may be set by now
             which = which._replace(eps=getattr(self, known.eps))
         of = NormOf(which, weight, bias)
@@ -214,39 +225,28 @@ def _autocast(x: torch.Tensor) -> bool:
     return not x.is_meta and torch.is_autocast_enabled(x.device.type)
 
 
-class ProducingActivation(Mixin):
-    """An activation whose result takes codes along."""
+class ProducingActivation(Producing):
+    """An activation."""
 
-    prefix = "Producing"
-    recognised = NOTHING
-
-    def forward(self, *args, **kwargs):
-        if args and isinstance(args[0], Proxy):
-            return leaf(self, args[0])
-        known = self.recognised
-        x: Any = args[0] if args else None
-        if len(args) != 1 or kwargs or not (_plain(x) and _found(self, known, x) and _in_order(x)):
-            return super().forward(*args, **kwargs)
+    def produced(self, x, known):
+        if not _in_order(x):
+            return None
         return activation(x, known.what, known.producer, SMALL.get(known.what, KEEP))
 
 
-class ProducingMlp(Mixin):
+class ProducingMlp(Producing):
     """An MLP, down(act(gate(x)) * up(x)) or down(act(up(x))), whose product takes codes along."""
 
-    prefix = "Producing"
-    recognised = NOTHING
+    is_leaf = False
 
-    def forward(self, *args, **kwargs):
-        known = self.recognised
-        x: Any = args[0] if args else None
+    def produced(self, x, known):
         layers = [_part(self, path) for path in known.layers]
         dtypes = {getattr(getattr(layer, "weight", None), "dtype", None) for layer in layers}
         as_found = len(dtypes - {None}) == len(dtypes) == 1  # T5 keeps one weight in FP32, and casts what it reads
         as_found = as_found and all(_passive(_part(self, path), part, own) for path, part, own in known.others)
         as_found = as_found and _parts(self, known) == len(known.layers) + len(known.others)
-        as_found = as_found and _plain(x) and (x.dtype in dtypes or _autocast(x))  # else it casts x, or an error is due
-        if len(args) != 1 or kwargs or not (as_found and _found(self, known, x)):
-            return super().forward(*args, **kwargs)
+        if not (as_found and (x.dtype in dtypes or _autocast(x))):  # else it casts x, or an error is due
+            return None
         *firsts, down = layers
         made = [layer(x) for layer in firsts]
         if known.gate_last:

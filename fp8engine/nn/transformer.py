@@ -22,7 +22,7 @@ from torch.nn import functional as F
 from fp8engine.autograd import Memory
 from fp8engine.autograd.attention import Cache
 from fp8engine.autograd.packed import Packed
-from fp8engine.autograd.produce import KEEP, check_memory
+from fp8engine.autograd.produce import KEEP
 from fp8engine.errors import ShapeError, UnknownName
 from fp8engine.nn.attention import PROJECTIONS, Attention, Heads, with_bias
 from fp8engine.nn.layernorm_linear import make_norm, norm_of, share_state
@@ -127,7 +127,6 @@ class TransformerLayer(nn.Module):
         self.placement = placement
         self.dropout = dropout if isinstance(dropout, tuple) else (dropout, dropout)
         self.memory = Memory(*RECOMPUTE[recompute], store)
-        check_memory(self.memory)
         feeding = ("gate_proj", "up_proj", "down_proj") if ACTIVATIONS[activation].gated else ("up_proj", "down_proj")
         biased = with_bias(bias, (*PROJECTIONS, *feeding))
         common = {"recipe": recipe, "device": device, "dtype": dtype}

@@ -16,7 +16,7 @@ from fp8engine.errors import ShapeError
 from fp8engine.numerics.formats import FLOATS
 from fp8engine.ops import device
 from fp8engine.ops.casts import twin
-from fp8engine.ops.library import operation, refuse_gradient
+from fp8engine.ops.library import operation
 from fp8engine.ops.reference.attention import HEAD_DIMS, TINY, Form
 from fp8engine.ops.reference.attention_backward import Gradients
 
@@ -53,25 +53,19 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, form: Form) -> 
     A query that sees no key gives zeros.  Raises ShapeError for what `unsupported` names, BackendError for tensors on
     several devices.  Sources: arXiv 2407.08608, section 3.3.
     """
-    _check("attention", q, k, v, form)
+    if reason := unsupported(q, k, v, form.scale):
+        raise ShapeError(f"attention: {reason}; use torch's scaled_dot_product_attention")
+    device.check_one("attention", q, k=k, v=v)
     return _attention(q, k, v, *form)
 
 
 def attention_backward(do: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, form: Form) -> Gradients:
     """Gradients of `attention`: dq [B, T, H, D], dk and dv [B, S, heads of k, D].  do [B, H, T, D].
 
-    do v^T is in FP8, the other products in 16 bits (FP32 is rounded to BF16).  Raises as `attention` does.
+    do v^T is in FP8, the other products in 16 bits (FP32 is rounded to BF16).  Of what `attention` has taken, and do of
+    q's shape and dtype: a Function calls it (autograd/fp8_attention.py).
     """
-    _check("attention_backward", q, k, v, form, do=do)
-    if do.shape != q.shape or do.dtype != q.dtype:
-        raise ShapeError(f"attention_backward: do is {do.dtype} {list(do.shape)}; want q's, {q.dtype} {list(q.shape)}")
     return Gradients(*_backward(do, q, k, v, *form))
-
-
-def _check(operation: str, q, k, v, form: Form, **others: torch.Tensor) -> None:
-    if reason := unsupported(q, k, v, form.scale):
-        raise ShapeError(f"{operation}: {reason}; use torch's scaled_dot_product_attention")
-    device.check_one(operation, q, k=k, v=v, **others)
 
 
 def _turned(x: torch.Tensor) -> torch.Tensor:
@@ -97,6 +91,3 @@ def _backward(do, q, k, v, *form):
     if not q.numel() or not k.numel():
         return tuple(_turned(x).zero_() for x in (q, k, v))
     return tuple(twin(q.device).attention_backward(do, q, k, v, Form(*form)))
-
-
-refuse_gradient("attention", "attention_backward")

@@ -145,11 +145,6 @@ def choose_16_bits(where: torch.device, shape: tuple[int, int]) -> str:
     return "triton" if triton_backend.measured("matmul_fp16", device.capability(where), *shape) >= 1.0 else "torch"
 
 
-def emulated(where: torch.device, name: str) -> bool:
-    """Whether an FP8 matmul on that backend computes without FP8 Tensor Cores there."""
-    return why_emulated(where, name) is not None
-
-
 def why_emulated(where: torch.device, name: str) -> str | None:
     """Why an FP8 matmul on that backend has no FP8 Tensor Cores there; None where it has them."""
     if not device.has_fp8(where):

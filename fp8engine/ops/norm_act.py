@@ -8,6 +8,9 @@ reference/.  Where casts run on Triton a kernel writes y, and in the same launch
 codes that it cannot are the casts'.  Elsewhere, for an x of no element and for rows too wide for a program of a norm,
 the twin runs.
 
+What is refused is refused by a forward.  A backward is called by a Function (autograd/produce.py), with what its
+forward was given and has returned, and a gradient that autograd has compared with the result.
+
 >>> y, q, q_t, rows = norm_quantize(torch.tensor([[3.0, 4.0]]), None, None, Norm("rms", eps=0.0))
 >>> y.tolist(), rows.rstd_M.tolist(), q, q_t
 ([[0.8485281467437744, 1.1313709020614624]], [0.2828427255153656], None, None)
@@ -24,7 +27,7 @@ from fp8engine.numerics.cast import Cast
 from fp8engine.numerics.formats import FLOATS
 from fp8engine.ops import casts, device, reference, triton_backend
 from fp8engine.ops.backends import asked
-from fp8engine.ops.library import operation, refuse_gradient
+from fp8engine.ops.library import operation
 from fp8engine.ops.reference import Norm, Operand, RowStatistics, Store
 from fp8engine.ops.reference.act_quantize import ActGradients
 from fp8engine.ops.reference.activations import ACTIVATIONS
@@ -57,7 +60,10 @@ def norm_quantize(
     (True, torch.Size([3, 1]))
     """
     _check("norm_quantize", to, x_MK, weight=weight_K, bias=bias_K)
-    _check_norm("norm_quantize", norm, x_MK, weight_K, bias_K)
+    if norm.kind not in KINDS:
+        raise UnknownName("norm", norm.kind, KINDS)
+    for what, value in (("weight", weight_K), ("bias", bias_K)):
+        _same("norm_quantize", what, value, x_MK.shape[1:], "one for each column of x")
     y, q, q_t, rstd_M, mean_M = _made(_norm_quantize, (x_MK, weight_K, bias_K, *norm), to)
     return y, q, q_t, RowStatistics(rstd_M, mean_M if norm.kind == "layer" else None)
 
@@ -71,7 +77,7 @@ def norm_quantize_backward(
 ) -> NormGradients:
     """Gradients of `norm_quantize`: dx in x's dtype, dw and db in the weight's (x's without a weight).
 
-    rows: what forward returned.  dw is None without a weight, db for RMSNorm.  Raises as `norm_quantize` does.
+    rows: what forward returned.  dw is None without a weight, db for RMSNorm.
 
     >>> x, norm = torch.tensor([[1.0, 3.0]]), Norm("layer", eps=0.0)
     >>> rows = norm_quantize(x, None, None, norm)[3]
@@ -79,17 +85,6 @@ def norm_quantize_backward(
     >>> found.dx_MK.tolist(), found.dweight_K.tolist(), found.dbias_K.tolist()  # two numbers always become -1 and 1
     ([[0.0, 0.0]], [-5.0, 7.0], [5.0, 7.0])
     """
-    name, statistics = "norm_quantize_backward", {"rstd": rows.rstd_M, "mean": rows.mean_M}
-    _check(name, IN_16_BITS, x_MK, dy=dy_MK, weight=weight_K, **statistics)
-    _check_norm(name, norm, x_MK, weight_K, None)
-    _same(name, "dy", dy_MK, x_MK.shape, "y's")
-    for what, value in statistics.items():
-        _same(name, what, value, x_MK.shape[:1], "one for each row of x")
-    if (rows.mean_M is None) != (norm.kind == "rms"):
-        raise ShapeError(
-            f"{name}: rows {'have no' if rows.mean_M is None else 'have a'} mean, and the norm is {norm.kind!r}; "
-            "pass the row statistics that this norm's forward returned"
-        )
     dx_MK, dweight_K, dbias_K = _norm_quantize_backward(dy_MK, x_MK, weight_K, *rows, *norm)
     return NormGradients(dx_MK, None if weight_K is None else dweight_K, None if rows.mean_M is None else dbias_K)
 
@@ -111,7 +106,7 @@ def act_quantize(
     ([[0.0, 2.0]], [[0.0, 448.0]], 2.0)
     """
     _check("act_quantize", to, x_MK, up=up_MN)
-    _check_act("act_quantize", kind, x_MK, up_MN)
+    _check_act(kind, x_MK, up_MN)
     y, q, q_t = _made(_act_quantize, (x_MK, up_MN, kind), to)
     return y, q, q_t
 
@@ -122,21 +117,11 @@ def act_quantize_backward(
     """Gradients of `act_quantize`: dx [M, K] in x's dtype, its codes as `to` says, and the FP32 sums of its columns.
 
     up_MN: what forward was given; then dgate and dup, in 16 bits alone: `to` asks for nothing, and there are no sums.
-    Raises as `act_quantize` does, ShapeError also for a dy of another shape than y, BackendError for two devices,
-    InvalidRecipe for codes beside up.
 
     >>> found = act_quantize_backward(torch.tensor([[5.0, 7.0]]), torch.tensor([[-1.0, 2.0]]), "relu")
     >>> found.dx_MK.tolist(), found.dbias_K.tolist()
     ([[0.0, 7.0]], [0.0, 7.0])
     """
-    _check("act_quantize_backward", to, x_MK, dy=dy_MN, up=up_MN)
-    columns = _check_act("act_quantize_backward", kind, x_MK, up_MN)
-    _same("act_quantize_backward", "dy", dy_MN, (x_MK.shape[0], columns), "y's")
-    if up_MN is not None and to.cast is not None:
-        raise InvalidRecipe(
-            "act_quantize_backward: gradients of a gate and an up that are two matrices come in 16 bits; cast each, or "
-            "give x as [gate | up]"
-        )
     dx_MK, q, q_t, dup_MN, dbias_K = _made(_act_quantize_backward, (dy_MN, x_MK, up_MN, kind), to)
     return ActGradients(dx_MK, q, q_t, *((None, dbias_K) if up_MN is None else (dup_MN, None)))
 
@@ -180,30 +165,22 @@ def _check(operation: str, to: Store, x: torch.Tensor, **others: torch.Tensor | 
     device.check_one(operation, x, **others, **tables)
 
 
-def _check_norm(operation: str, norm: Norm, x_MK: torch.Tensor, weight_K, bias_K) -> None:
-    if norm.kind not in KINDS:
-        raise UnknownName("norm", norm.kind, KINDS)
-    for what, value in (("weight", weight_K), ("bias", bias_K)):
-        _same(operation, what, value, x_MK.shape[1:], "one for each column of x")
-
-
-def _check_act(operation: str, kind: str, x_MK: torch.Tensor, up_MN: torch.Tensor | None) -> int:
-    """The columns of y."""
+def _check_act(kind: str, x_MK: torch.Tensor, up_MN: torch.Tensor | None) -> None:
+    operation = "act_quantize"
     if kind not in ACTIVATIONS:
         raise UnknownName("activation", kind, ACTIVATIONS)
-    k, gated = x_MK.shape[1], ACTIVATIONS[kind].gated
+    gated = ACTIVATIONS[kind].gated
     if up_MN is None:
-        if gated and k % 2:
+        if gated and x_MK.shape[1] % 2:
             raise ShapeError(
                 f"{operation}: {kind} takes [gate | up], an even number of columns; x is {list(x_MK.shape)}"
             )
-        return k // 2 if gated else k
+        return
     if not gated:
         raise ShapeError(f"{operation}: {kind} has no gate; leave up out")
     _same(operation, "up", up_MN, x_MK.shape, "the gate's")
     if up_MN.dtype != x_MK.dtype:
         raise UnsupportedDtype(f"{operation}: up is {up_MN.dtype} and the gate {x_MK.dtype}; convert one of them")
-    return k
 
 
 def _same(operation: str, what: str, value: torch.Tensor | None, shape, whose: str) -> None:
@@ -296,8 +273,3 @@ def _act_quantize_backward(dy, x, up, kind, *to, slot=None):
     to = Store(*to, slot=slot)
     dx, q, q_t, *others = _twin(x, False).act_quantize_backward(dy, x, kind, to, up)
     return *_flat(dx, q, q_t, to), *others
-
-
-for _name in __all__:  # autograd is functional code's, which calls both directions
-    _slotted = () if _name == "norm_quantize_backward" else (f"{_name}_slot", f"{_name}_column")
-    refuse_gradient(_name, *_slotted)

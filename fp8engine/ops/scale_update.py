@@ -6,22 +6,21 @@ from typing import NamedTuple
 
 import torch
 
-from fp8engine.numerics.recipe import ROLES
+from fp8engine.numerics.recipe import OUTPUT, ROLES
 from fp8engine.ops import casts, ranks
 from fp8engine.ops.library import in_backward, operation
 
-INPUT, WEIGHT, GRAD_OUTPUT = range(len(ROLES))
+SLOTS = (*ROLES, OUTPUT)  # of a layer in the scaling table, a column each
+INPUT, WEIGHT, GRAD_OUTPUT, RESULT = (slice(i, None, len(SLOTS)) for i in range(len(SLOTS)))  # columns of a table
 
 
 class GradientCasts(NamedTuple):
     """What tells an update whether a gradient was cast since the update before it."""
 
     counts_CS: torch.Tensor
-    """Counters of casts, a column for each slot."""
+    """Counters of casts, a column for each of a layer's SLOTS."""
     entered_1: torch.Tensor
     """How many gradients had been cast at the update before; -1 where that is not known."""
-    operands: int
-    """How many of the columns are of operands, in the order of ROLES."""
     waits: bool
     """Whether nothing is done unless one was cast: a forward before the backward of another is of the same step."""
 
@@ -37,18 +36,17 @@ def scale_update(history_HS, live_2S, rules_3S, group: str, saved_1: torch.Tenso
 
 @operation(
     "scale_update(Tensor history, Tensor live, Tensor rules, str ranks, Tensor saved, Tensor counts, Tensor entered, "
-    "int operands, bool waits) -> ()",
+    "bool waits) -> ()",
     lambda *arguments: None,
     effect=True,
 )
 def _scale_update(history_HS, live_2S, rules_3S, group: str, saved_1: torch.Tensor, *casts_of) -> None:
     if in_backward():  # a checkpoint around the graph runs all of it again
         return
-    counts_CS, entered_1, operands, waits = GradientCasts(*casts_of)
-    gradients = slice(GRAD_OUTPUT, operands, len(ROLES))
-    cast, before = counts_CS[0, gradients].sum(), []
+    counts_CS, entered_1, waits = GradientCasts(*casts_of)
+    cast, before = counts_CS[0, GRAD_OUTPUT].sum(), []
     if waits:
-        came = torch.where(entered_1 < 0, (live_2S[0, gradients] >= 0).any(), cast != entered_1)
+        came = torch.where(entered_1 < 0, (live_2S[0, GRAD_OUTPUT] >= 0).any(), cast != entered_1)
         if came.device.type != "cpu":  # which the host does not wait for
             before = [(table, table.clone(), came) for table in (history_HS, live_2S)]
         elif not came:
@@ -56,7 +54,7 @@ def _scale_update(history_HS, live_2S, rules_3S, group: str, saved_1: torch.Tens
             return
     entered_1.fill_(cast)
     if len(history_HS):
-        _enter_kept_weights(history_HS, live_2S[0, :operands])
+        _enter_kept_weights(history_HS, live_2S[0])
         ranks.join(live_2S[0], group, saved_1)
         casts.twin(history_HS.device).scale_update(history_HS, live_2S, rules_3S)
     else:
@@ -70,6 +68,5 @@ def _enter_kept_weights(history_HS: torch.Tensor, amax_S: torch.Tensor) -> None:
 
     A run that is resumed has no copies, and casts: it enters the same.
     """
-    weights = slice(WEIGHT, len(amax_S), len(ROLES))
-    ran, amax, before = amax_S[INPUT :: len(ROLES)], amax_S[weights], history_HS[0, : len(amax_S)][weights]
+    ran, amax, before = amax_S[INPUT], amax_S[WEIGHT], history_HS[0, WEIGHT]
     amax.copy_(torch.where((ran >= 0) & (amax < 0) & (before > 0), before, amax))

@@ -205,8 +205,7 @@ def matmul(a_MK, b_NK, *, bias_N: torch.Tensor | None = None, out: Format = BF16
     return y_MN.view(*a_MK.shape[:-1], b_NK.shape[0])
 
 
-def _rebuild(codes: torch.Tensor, format: str, scale, granularity, dtype, power_of_2: bool = False) -> Float8Tensor:
-    """power_of_2 has a default for what was saved before it was kept."""
+def _rebuild(codes: torch.Tensor, format: str, scale, granularity, dtype, power_of_2: bool) -> Float8Tensor:
     return _knowing(Float8Tensor(codes.view(Format.named(format).dtype), scale, granularity, dtype), power_of_2)
 
 

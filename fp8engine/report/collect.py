@@ -24,6 +24,7 @@ from fp8engine.nn.fp8_attention import Softmax
 from fp8engine.numerics.formats import word
 from fp8engine.ops import matmul
 from fp8engine.ops.reference.operand import COUNTERS
+from fp8engine.ops.scale_update import RESULT
 from fp8engine.report.facts import AutoRun, Totals, standing
 from fp8engine.report.state import StateView
 from fp8engine.report.table import Report
@@ -153,7 +154,7 @@ def _ran(weight: torch.Tensor, numerics: Numerics, table: dict[tuple[int, str], 
     return {
         "recipe": recipe.name,
         "backend": backend,
-        "emulated": ran and recipe.is_fp8 and matmul.emulated(device, backend),
+        "emulated": ran and recipe.is_fp8 and matmul.why_emulated(device, backend) is not None,
         "reason": "; ".join(filter(None, (_not_sampled(numerics, ran), _why(numerics, ran, backend), *told))),
         "ran": ran or not recipe.is_fp8,
         "fp8_share": recipe.fp8_share if ran else 0.0,
@@ -227,9 +228,8 @@ def _slots(state: ScalingState) -> dict[tuple[int, str], dict]:
         state = ScalingState(state.layers)
     state.outputs.settle(state.counts_CS)
     s_S = state.live_2S[1].cpu().clone()
-    if outputs := len(state.outputs):  # under the scale that results were stored with, not the one predicted next
-        stored_O = state.outputs.scale_O.cpu()
-        s_S[-outputs:] = torch.where(stored_O > 0, 1.0 / stored_O, 0.0)
+    stored_L = state.outputs.scale_L.cpu()  # under the scale that results were stored with, not the one predicted next
+    s_S[RESULT] = torch.where(stored_L > 0, 1.0 / stored_L, 0.0)
     scale, amax = (1.0 / s_S).tolist(), state.live_2S[0].tolist()
     before, numerator = state.history_HS[:1].flatten().tolist(), state.rules_3S[0].tolist()
     counts, found = state.counts_CS.t().tolist(), {}

@@ -20,7 +20,7 @@ from fp8engine.ops import ranks
 from fp8engine.scaling.slot_view import SlotView
 from fp8engine.scaling.table import OUTPUT, ScalingState
 
-READS = (1, 2)  # 2 where there are slots of outputs
+READS = (1, 2, 3)  # 2 where there are slots of outputs, 3 of `auto`
 
 
 def float8_layers(model: nn.Module, caller: str) -> dict[str, Numerics]:
@@ -118,7 +118,7 @@ class StateView(Mapping[str, SlotView]):
         for state in self.states:
             state.saved_1.fill_(1)
         slots = {name: {key: t.clone() for key, t in _columns(*slot).items()} for name, slot in self.slots().items()}
-        version = 2 if any(map(_is_output, slots)) else 1
+        version = 3 if self.controllers else 2 if any(map(_is_output, slots)) else 1
         backward_seen = [state.backward_seen for state in self.states]  # else amaxes are a forward's
         found: dict = {"version": version, "slots": slots, "backward_seen": backward_seen}
         if self.controllers:
@@ -179,6 +179,8 @@ class StateView(Mapping[str, SlotView]):
             raise StateError(
                 f'{len(kept)} states of "auto" saved, {len(self.controllers)} wanted: convert, and copy parts, as then'
             )
+        if kept and state_dict["version"] < 3:
+            raise StateError('its state of "auto" is of an older fp8engine: without it `auto` decides anew')
         return slots, kept
 
     def on_alarm(self, listener: Callable[[Alarm], object]) -> Callable[[], None]:
@@ -283,6 +285,6 @@ def _columns(numerics: Numerics, role: str) -> dict[str, torch.Tensor]:
     tables = {"history": state.history_HS, "live": state.live_2S, "counts": state.counts_CS}
     found = {key: table[:, index] for key, table in tables.items()}
     if role == OUTPUT:
-        place = state.outputs.places[numerics.layer]
-        found |= {"rule": state.rules_3S[:1, index], "scale": state.outputs.scale_O[place : place + 1]}
+        layer = numerics.layer
+        found |= {"rule": state.rules_3S[:1, index], "scale": state.outputs.scale_L[layer : layer + 1]}
     return found

@@ -43,18 +43,25 @@ class Column:
 
 
 class Slots(dict[tuple[int, bool, bool], Slot]):
-    """The slots of a state as eager code takes them, by (column, record, count), each made when first asked for."""
+    """A layer's slots as eager code takes them, by (place among its columns, record, count), made when first asked for.
 
-    def __init__(self, tables: tuple[torch.Tensor, torch.Tensor], host: tuple | None, groups: dict[int, str]):
-        self.tables, self.host, self.groups = tables, host, groups
+    first: the column of its first one.
+    """
+
+    def __init__(
+        self, tables: tuple[torch.Tensor, torch.Tensor], first: int, host: tuple | None, groups: dict[int, str]
+    ):
+        self.tables, self.first, self.host, self.groups = tables, first, host, groups
 
     def __missing__(self, key: tuple[int, bool, bool]) -> Slot:
-        made = self[key] = Slot(*self.tables, *key, self.host, self.groups.get(key[0], ""))
+        place, record, count = key
+        column = self.first + place
+        made = self[key] = Slot(*self.tables, column, record, count, self.host, self.groups.get(column, ""))
         return made
 
 
 class GraphSlots:
-    """The slots of one layer as a graph's operators take them, by (place among its columns, record, count)."""
+    """A layer's slots as a graph's operators take them, by the same keys."""
 
     host: tuple | None = None
 

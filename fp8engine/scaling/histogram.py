@@ -12,11 +12,8 @@ of an AMD EPYC.
 
 from __future__ import annotations
 
-import math
-
 import torch
 
-from fp8engine import _numpy as numpy
 from fp8engine.errors import ShapeError, UnsupportedDtype
 from fp8engine.numerics.formats import FLOATS, Format
 from fp8engine.scaling.prediction import HEADER, TENSOR_BINS, Measured
@@ -36,7 +33,7 @@ def measure(x: torch.Tensor, sample: int = 65536, amax: torch.Tensor | None = No
     Raises UnsupportedDtype, and ShapeError for a sample without elements.
 
     >>> found = read(measure(torch.tensor([[1.0, -2.0, 0.0, float("inf")]])))
-    >>> found.amax, found.sum_sq, found.nonfinite, found.nonzero
+    >>> found.amax, round(3 * found.rms**2, 6), found.nonfinite, found.nonzero
     (2.0, 5.0, 1, 2)
     """
     if x.dtype not in FLOATS or x.layout != torch.strided:
@@ -46,10 +43,10 @@ def measure(x: torch.Tensor, sample: int = 65536, amax: torch.Tensor | None = No
     if sample < 1:
         raise ShapeError(f"measure: sample={sample}; want how many elements to look at, 1 or more")
     with torch.no_grad():
-        x_MK = _as_matrix(x.detach())
+        x_MK = x.detach().reshape(-1, x.shape[-1]) if x.dim() > 1 else x.detach().reshape(1, -1)
         if not x.numel():
             return torch.zeros(LENGTH, dtype=torch.float32, device=x.device)
-        return torch.cat(list(_tensor_table(x_MK, some_rows(x_MK, sample), amax)))
+        return _table(x_MK, some_rows(x_MK, sample).float(), amax)
 
 
 def read(flat: torch.Tensor) -> Measured:
@@ -69,19 +66,22 @@ def read(flat: torch.Tensor) -> Measured:
     return Measured(header, numbers[len(HEADER) :].reshape(2, TENSOR_BINS))
 
 
-def _tensor_table(x_MK: torch.Tensor, rows_RK: torch.Tensor, amax: torch.Tensor | None):
-    """Header, counts, rows."""
-    x_RK = rows_RK.float()
-    v_RK = _magnitude(x_RK)
-    largest = v_RK.amax()
+def _table(x_MK: torch.Tensor, x_RK: torch.Tensor, amax: torch.Tensor | None) -> torch.Tensor:
+    """Header, counts, rows by the mean bin of their energy; a row of zeros is not counted."""
+    v_RK = x_RK.nan_to_num(0.0, 0.0, 0.0).abs_()
+    top_R1 = v_RK.amax(1, keepdim=True)
+    largest = top_R1.amax()
     if amax is not None:
         amax = amax.detach().to(device=largest.device, dtype=torch.float32).reshape(())
         largest = torch.where(torch.isfinite(amax), torch.maximum(amax, largest), largest)
     z_RK = v_RK / torch.where(largest > 0, largest, 1.0)
     square = z_RK.square()
-    index = _bits(z_RK).bitwise_right_shift(20).sub_(1016 - (TENSOR_BINS - 1)).clamp_(min=0)  # 1.0's are 1016
+    bits_RK = z_RK.view(torch.int32).bitwise_right_shift(20)  # of 1.0: 1016
+    index_RK = bits_RK.sub_(1016 - (TENSOR_BINS - 1)).clamp_(min=0)
+    energy = (v_RK / torch.where(top_R1 > 0, top_R1, 1.0)).square_()  # relative to the row: no row is too small
+    mean_R = (energy * index_RK).sum(dim=1) / energy.sum(dim=1).clamp_(min=1)
     of_all = v_RK.new_full  # a kernel launch, not a copy to the device
-    yield torch.stack([
+    header = torch.stack([
         largest,
         square.sum(),
         square.square().sum(),
@@ -91,78 +91,13 @@ def _tensor_table(x_MK: torch.Tensor, rows_RK: torch.Tensor, amax: torch.Tensor 
         of_all((), float(x_MK.numel())),
         of_all((), float(Format.of(x_MK.dtype).mantissa_bits)),
     ])  # fmt: skip
-    yield _counts(index.long().flatten(), TENSOR_BINS)
-    yield _rows(v_RK, index)
+    counts = _summed(index_RK.flatten(), of_all((), 1.0).expand(v_RK.numel()))
+    return torch.cat([header, counts, _summed(mean_R.round_(), (top_R1[:, 0] > 0).float())])
 
 
-def measure_on_host(x: torch.Tensor, sample: int, amax: float) -> torch.Tensor:
-    """`measure` of x in CPU memory: the same numbers from a third of the calls into torch.
-
-    amax: of all of x; not finite where that is not.
-
-    >>> x = torch.tensor([[1.0, -2.0, 0.0, float("inf")]])
-    >>> torch.equal(measure_on_host(x, 65536, math.inf), measure(x))
-    True
-    """
-    x_MK = _as_matrix(x.detach())
-    # In memory of its own: fully_shard cannot resize a storage that NumPy has seen.
-    x_RK = some_rows(x_MK, sample).to(torch.float32, copy=True).numpy()
-    v_RK, bad = numpy.abs(x_RK), ~numpy.isfinite(x_RK)
-    v_RK[bad] = 0.0
-    top_R = v_RK.max(1)
-    largest = top_R.max()
-    if math.isfinite(amax):
-        largest = max(largest, numpy.float32(amax))
-    z_RK = v_RK / (largest or numpy.float32(1.0))
-    square = z_RK * z_RK
-    index = numpy.maximum((z_RK.view(numpy.int32) >> 20) - (1016 - (TENSOR_BINS - 1)), 0)
-    energy = (v_RK / numpy.where(top_R > 0, top_R, numpy.float32(1.0))[:, None]) ** 2
-    # Summed by torch, so that `measure` and this function round alike.
-    by_row, by_bin = (torch.from_numpy(t).sum(1).numpy() for t in (energy, energy * index.astype(numpy.float32)))
-    mean = numpy.rint(by_bin / numpy.maximum(by_row, 1.0)).astype(numpy.int64)
-    flat = numpy.empty(LENGTH, numpy.float32)
-    flat[: len(HEADER)] = (
-        largest,
-        torch.from_numpy(square).sum(),
-        torch.from_numpy(square * square).sum(),
-        v_RK.size,
-        numpy.count_nonzero(v_RK),
-        numpy.count_nonzero(bad),
-        x_MK.numel(),
-        Format.of(x_MK.dtype).mantissa_bits,
-    )
-    counts, rows = flat[len(HEADER) :].reshape(2, TENSOR_BINS)
-    counts[:] = numpy.bincount(index.ravel(), minlength=TENSOR_BINS)
-    rows[:] = numpy.bincount(mean[top_R > 0], minlength=TENSOR_BINS)
-    return torch.from_numpy(flat)
-
-
-def _as_matrix(x: torch.Tensor) -> torch.Tensor:
-    return x.reshape(-1, x.shape[-1]) if x.dim() > 1 else x.reshape(1, -1)
-
-
-def _rows(v_RK: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """Rows by the mean bin of their energy; a row of zeros is not counted."""
-    largest = v_RK.amax(dim=1, keepdim=True)
-    energy = (v_RK / torch.where(largest > 0, largest, 1.0)).square_()  # relative to the row: no row is too small
-    mean = (energy * index).sum(dim=1) / energy.sum(dim=1).clamp_(min=1)
-    counts = v_RK.new_zeros(TENSOR_BINS)
-    return counts.scatter_add_(0, mean.round_().long(), (largest[:, 0] > 0).float())
-
-
-def _counts(index: torch.Tensor, bins: int) -> torch.Tensor:
-    """Counts of each index, without `bincount`, which waits for the device to size its result by the largest index."""
-    one = torch.ones((), dtype=torch.float32, device=index.device)
-    return one.new_zeros(bins).scatter_add_(0, index, one.expand(index.shape))
-
-
-def _magnitude(x: torch.Tensor) -> torch.Tensor:
-    """|x| in FP32, what is not finite as 0."""
-    return x.float().nan_to_num(0.0, 0.0, 0.0).abs_()
-
-
-def _bits(x: torch.Tensor) -> torch.Tensor:
-    return x.view(torch.int32)
+def _summed(bins: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """The weights by bin, without `bincount`, which waits for the device to size its result by the largest index."""
+    return weights.new_zeros(TENSOR_BINS).scatter_add_(0, bins.long(), weights)
 
 
 def some_rows(x_MK: torch.Tensor, sample: int) -> torch.Tensor:

@@ -93,11 +93,6 @@ class Measured:
         return round(self.header["nonfinite"])
 
     @property
-    def sum_sq(self) -> float:
-        """Sum of x^2 over the finite elements of the tensor, estimated from the sample."""
-        return self._energy * self.amax**2
-
-    @property
     def rms(self) -> float:
         """Root of the mean square of the finite elements."""
         return self.amax * math.sqrt(self._energy / max(self._finite, 1.0))

@@ -33,6 +33,7 @@ import torch
 
 from fp8engine import _numpy as numpy
 from fp8engine.numerics.formats import E4M3, E5M2, Format
+from fp8engine.ops.reference.rounding import round_to_grid
 
 BLOCK = 128
 READS = (
@@ -194,15 +195,9 @@ def _groups_of(x_RC: torch.Tensor) -> torch.Tensor:
 
 
 def _errors(x_RC: torch.Tensor, amaxes: Sequence[torch.Tensor], format: Format) -> torch.Tensor:
-    """x less its cast under each amax: x s rounded to the nearest number of the format, ties to even, s = MAX / amax.
-
-    Adding 1.5 * 2^23 steps to a number of a few steps leaves FP32 no bits below the step, so FP32's own rounding is
-    the format's.  The step is that of the number's octave, or of the subnormal numbers.
-    """
+    """x less its cast under each amax: x s rounded to the nearest number of the format, s = MAX / amax."""
     y = torch.stack([x_RC * (format.max / amax) for amax in amaxes])
-    octave = y.view(torch.int32).bitwise_and(0x7F800000).view(torch.float32).clamp_(min=format.smallest_normal)
-    octave.mul_(1.5 * 2.0 ** (23 - format.mantissa_bits))
-    y.add_(octave).sub_(octave)
+    y = round_to_grid(y, y, format.dtype, finite=True)
     for each, amax in zip(y, amaxes, strict=True):
         torch.addcmul(x_RC, each, amax / format.max, value=-1, out=each)
     return y

@@ -21,7 +21,8 @@ import torch
 from fp8engine._torch import transforms_active
 from fp8engine.numerics.recipe import ROLES
 from fp8engine.ops import library
-from fp8engine.scaling.histogram import LENGTH, measure, measure_on_host, read
+from fp8engine.ops.scale_update import SLOTS
+from fp8engine.scaling.histogram import LENGTH, measure, read
 from fp8engine.scaling.prediction import HEADER, Measured
 from fp8engine.scaling.reads import GOLDEN, MOST, SHAPE, Layout, judge, layout_of
 
@@ -70,11 +71,13 @@ AGAIN = Call(-1, 0.0)  # no row: the gradient comes to the first time's node
 class StepSamples:
     """The samples of one training step.
 
-    slots: rows of the table.  shapes: of the weights, by a layer's index in the state; layers that are not among them
-    are not sampled.  Rows of an operand are kept in FP32, 16 to 64 of them (reads.py), until the step has ended.
+    layers: how many the state has; the table has a row for each of their SLOTS.  shapes: of the weights, by a layer's
+    index; layers that are not among them are not sampled.  Rows of an operand are kept in FP32, 16 to 64 of them
+    (reads.py), until the step has ended.
     """
 
-    def __init__(self, slots: int, layers: int, shapes: Mapping[int, Sequence[int]], device: torch.device):
+    def __init__(self, layers: int, shapes: Mapping[int, Sequence[int]], device: torch.device):
+        slots = len(SLOTS) * layers
         self.slots_SL = torch.zeros(slots, LENGTH, dtype=torch.float32, device=device)
         self.rows = self.slots_SL.split(1) if slots else ()
         self.loss_1 = torch.full((1,), math.nan, dtype=torch.float32, device=device)
@@ -94,19 +97,20 @@ class StepSamples:
         self.parts: list[torch.Tensor] = [nothing] * slots
         for i, roles in self.layouts.items():
             for j, layout in enumerate(roles.values()):
-                self.parts[len(ROLES) * i + j] = next(flat)[: layout.length]
+                self.parts[len(SLOTS) * i + j] = next(flat)[: layout.length]
 
     @staticmethod
     def finished(tables: Tables) -> StepSamples:
         """The samples of a step that had ended when they were saved."""
-        made = StepSamples(0, 0, {}, tables.slots_SL.device)
+        made = StepSamples(0, {}, tables.slots_SL.device)
         made.tables = tables
         return made
 
-    def of(self, layer: int, role: str, row: int) -> Sampled | None:
-        """Where a slot of a layer is described, whose row of the table that is; None: this step does not sample it."""
-        if layer not in self.layouts or row >= len(self.rows):
+    def of(self, layer: int, role: str) -> Sampled | None:
+        """Where a slot of a layer is described; None: this step does not sample it."""
+        if layer not in self.layouts:
             return None
+        row = len(SLOTS) * layer + SLOTS.index(role)
         rows = self.layouts[layer][role].rows if role in ROLES else 0
         if role in ("input", "grad_output"):
             return Sampled(self.rows[row], self.parts[row], rows, self.owners[layer])
@@ -153,7 +157,7 @@ class StepSamples:
                     layouts["weight"]._replace(columns=k, energies=layouts["weight"].energies * n // whole_n),
                     layouts["grad_output"]._replace(columns=n),
                 )
-                x, w, dy = (layout.part(self.parts[len(ROLES) * i + j]) for j, layout in enumerate(local))
+                x, w, dy = (layout.part(self.parts[len(SLOTS) * i + j]) for j, layout in enumerate(local))
                 if n and k:
                     number, before, total, most, _ = self.calls.get(i, (1, 0, 0, 0, 0))
                     if most:  # x.total is the last call's
@@ -166,7 +170,7 @@ class StepSamples:
 
 
 def outside_of_autocast(where: torch.device) -> AbstractContextManager:
-    """Statistics are computed in the dtypes that are written here, whatever autocast the user's forward runs under."""
+    """What is computed within has the dtypes that are written there, whatever autocast a forward runs under."""
     return nullcontext() if where.type == "meta" else torch.autocast(where.type, enabled=False)
 
 
@@ -227,15 +231,9 @@ def _mine(owners_R: torch.Tensor, number: int, share: float) -> torch.Tensor:
 
 def describe(x_MK: torch.Tensor, amax: torch.Tensor) -> torch.Tensor:
     """The row of the table of x [M, K], or of a tensor with that amax of which x is the sample, but for "elements"."""
-    if x_MK.device.type == "cpu":
-        known = float(amax)
-        flat = measure_on_host(x_MK, SAMPLE, known)
-        if not math.isfinite(known):
-            flat[NONFINITE] = max(float(flat[NONFINITE]), 1.0)
-    else:
-        flat = measure(x_MK, SAMPLE, amax)
-        beyond = (amax - amax).ne(0).float()  # also where no element of the sample is
-        flat[NONFINITE] = torch.maximum(flat[NONFINITE], beyond)
+    flat = measure(x_MK, SAMPLE, amax)
+    beyond = (amax - amax).ne(0).float()  # also where no element of the sample is
+    flat[NONFINITE] = torch.maximum(flat[NONFINITE], beyond)
     return flat
 
 

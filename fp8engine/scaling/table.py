@@ -1,6 +1,6 @@
-"""The scaling state of a model: one table, a column ("slot") for each operand of each layer.
+"""The scaling state of a model: one table, a column ("slot") for each operand of each layer and for its result.
 
-A layer that stores its result in FP8 has one more, behind all operands' (output_slots.py).
+The result's is used only where the layer stores it in FP8 (output_slots.py).
 
     history [H, S]  amax of the last H steps, newest first          live [2, S]   this step's amax; the factor s
     counts  [7, S]  calls, elements, sampled, saturated, ...        rules [3, S]  MAX / 2^margin, window, power of two
@@ -25,10 +25,9 @@ from fp8engine import _torch
 from fp8engine.errors import StateError
 from fp8engine.numerics.recipe import OUTPUT, ROLES, Cast, Recipe
 from fp8engine.ops.card_trials import step_begins
-from fp8engine.ops.reference import Slot
 from fp8engine.ops.reference.operand import COUNTERS
 from fp8engine.ops.reference.scale import FP32_MAX
-from fp8engine.ops.scale_update import GradientCasts, scale_update
+from fp8engine.ops.scale_update import GRAD_OUTPUT, SLOTS, GradientCasts, scale_update
 from fp8engine.scaling.columns import Column, Slots, apart
 from fp8engine.scaling.operands import RootForward, siblings
 from fp8engine.scaling.output_slots import OutputSlots
@@ -36,7 +35,6 @@ from fp8engine.scaling.sample import StepSamples
 from fp8engine.scaling.slot_view import SlotView
 from fp8engine.scaling.whole_graph import begin_between, begins_between, end_between
 
-SLOTS = (*ROLES, OUTPUT)  # of a layer
 NORMAL = torch.inference_mode(False)  # a table made in inference mode could not be written outside of it
 
 
@@ -48,7 +46,7 @@ def _rule(cast: Cast, recipe: Recipe) -> tuple[float, int, bool]:
 class ScalingState:
     """Scales, histories and counters of the FP8 layers that were converted together.
 
-    layers: (name, recipe) of each; slot ROLES[j] of layer i is column 3 * i + j.
+    layers: (name, recipe) of each; slot SLOTS[j] of layer i is column 4 * i + j.
     """
 
     def __init__(self, layers: Iterable[tuple[str, Recipe]], device: torch.device | str = "cpu"):
@@ -79,57 +77,43 @@ class ScalingState:
         self.loaded = False  # whether a saved state was put back, or is not wanted: convert/resumed.py
         self.step_amax_S: torch.Tensor | None = None  # the last step's amaxes, where `on_step` reads them
         self.outputs = OutputSlots()
-        self.columns = [Column() for _ in self.layers for _ in ROLES]
-        self.results = [Column() for _ in self.layers]  # of the layers' results, to be sampled
+        self.columns = [Column() for _ in self.layers for _ in SLOTS]
         self._reset(torch.device(device))
 
     @NORMAL
     def _reset(self, device: torch.device) -> None:
         """Fresh tables: nothing seen, no scale known."""
         depth = max([recipe.history for _, recipe in self.layers if recipe.delayed], default=0)
-        casts = [(getattr(recipe, role), recipe) for _, recipe in self.layers for role in ROLES]
-        rules = [_rule(cast, recipe) for cast, recipe in casts]
+        not_stored = (0.0, 1, False)
+        rules = [
+            not_stored if role == OUTPUT else _rule(getattr(recipe, role), recipe)
+            for _, recipe in self.layers
+            for role in SLOTS
+        ]
         self.rules_3S = torch.tensor(rules, dtype=torch.float32, device=device).reshape(-1, 3).t().contiguous()
-        self.history_HS = torch.zeros(depth, len(casts), dtype=torch.float32, device=device)
-        self.live_2S = torch.zeros(2, len(casts), dtype=torch.float32, device=device)
+        self.history_HS = torch.zeros(depth, len(rules), dtype=torch.float32, device=device)
+        self.live_2S = torch.zeros(2, len(rules), dtype=torch.float32, device=device)
         self.live_2S[0] = -1.0
-        self.counts_CS = torch.zeros(len(COUNTERS), len(casts), dtype=torch.int64, device=device)
+        self.counts_CS = torch.zeros(len(COUNTERS), len(rules), dtype=torch.int64, device=device)
         self.evals_CS, self.before_CS = torch.zeros_like(self.counts_CS), None  # operands' without gradients
         self.saved_1 = torch.zeros(1, dtype=torch.int64, device=device)  # whether a save decides a join: ranks.py
         # How many gradients were cast when amaxes were entered last, -1 before: ops/scale_update.py.
         self.entered_1 = torch.full((1,), -1, dtype=torch.int64, device=device)
         self.graphs_1 = torch.zeros(1, dtype=torch.int64, device=device)  # steps begun by graphs alone: columns.py
-        self.outputs.begin(device)
-        self.reserve(layer for layer, (_, recipe) in enumerate(self.layers) if recipe.stored is not None)
+        self.outputs.begin(len(self.layers), device)
         for layer, (_, recipe) in enumerate(self.layers):
             self._follow(layer, recipe)
         self._make_views()
 
-    def reserve(self, layers: Iterable[int]) -> None:
-        """Columns for the results of these layers, where they have none yet: the tables grow once for all of them."""
-        new = [layer for layer in layers if layer not in self.outputs.places]
-        if not new:
-            return
-        self.rules_3S, self.history_HS, self.live_2S, self.counts_CS = (
-            torch.nn.functional.pad(t, (0, len(new)))
-            for t in (self.rules_3S, self.history_HS, self.live_2S, self.counts_CS)
-        )
-        self.live_2S[0, -len(new) :] = -1.0
-        self.outputs.add(new)
-        self._make_views()
-
     def _follow(self, layer: int, recipe: Recipe) -> None:
-        """The layer stores its result as the recipe says: with a column for it from the first time on."""
-        stored, outputs = recipe.stored, self.outputs
-        if stored is None:
-            if layer in outputs.places:
-                outputs.rule(layer, 0.0, 0.0, self.rules_3S, self.live_2S)
-            return
-        self.reserve([layer])
-        column = outputs.column(layer, self.live_2S.shape[1])
-        self.rules_3S[1, column], self.rules_3S[2, column] = recipe.window, stored.power_of_2
-        top = stored.format.max
-        outputs.rule(layer, top / 2.0**recipe.stored_margin, top, self.rules_3S, self.live_2S)
+        """The layer stores its result as the recipe says."""
+        stored, column = recipe.stored, self.column(layer, OUTPUT)
+        if stored is not None:
+            self.rules_3S[1, column], self.rules_3S[2, column] = recipe.window, stored.power_of_2
+            top = stored.format.max
+            self.outputs.rule(layer, top / 2.0**recipe.stored_margin, top, self.rules_3S, self.live_2S)
+        elif layer in self.outputs.layers:
+            self.outputs.rule(layer, 0.0, 0.0, self.rules_3S, self.live_2S)
 
     def _make_views(self) -> None:
         """Views of the two tables that every cast writes: per column, and NumPy's where they are real CPU memory."""
@@ -138,7 +122,8 @@ class ScalingState:
             column.live_21, column.counts_C1 = self.live_2S[:, i : i + 1], self.counts_CS[:, i : i + 1]
         on_cpu = type(self.live_2S) is torch.Tensor and self.device.type == "cpu"
         self._host = (self.live_2S.numpy(), self.counts_CS.numpy()) if on_cpu else None
-        self.slots = Slots((self.live_2S, self.counts_CS), self._host, self.groups)
+        tables = (self.live_2S, self.counts_CS)
+        self.slots = [Slots(tables, len(SLOTS) * i, self._host, self.groups) for i in range(len(self.layers))]
 
     def __getstate__(self) -> dict:
         return {**self.__dict__, "_host": None, "slots": None, "root": None}  # copied views would not follow
@@ -153,11 +138,11 @@ class ScalingState:
         self.samples = samples
         for layer in range(len(self.layers)):
             for column, role in zip(self.columns_of(layer), SLOTS, strict=True):
-                column.sample = None if samples is None else samples.of(layer, role, self.row(layer, role))
+                column.sample = None if samples is None else samples.of(layer, role)
 
     def columns_of(self, layer: int) -> tuple[Column, ...]:
         """The columns of a layer's SLOTS."""
-        return (*self.columns[len(ROLES) * layer :][: len(ROLES)], self.results[layer])
+        return tuple(self.columns[len(SLOTS) * layer :][: len(SLOTS)])
 
     @property
     def must_wait(self) -> bool:
@@ -188,13 +173,9 @@ class ScalingState:
         self.outputs.to(where)
         self._make_views()
 
-    def slot(self, index: int, record: bool, count: bool = True) -> Slot:
-        """Column `index` as eager code takes it."""
-        return self.slots[index, record, count]
-
     def divide(self, layer: int, roles: Iterable[str], group: str) -> None:
         """These operands of a layer are divided over a process group: casts per tensor take the amax of all ranks."""
-        self.groups |= {len(ROLES) * layer + ROLES.index(role): group for role in roles}
+        self.groups |= {self.column(layer, role): group for role in roles}
         self.divided = group
         self._make_views()
 
@@ -231,7 +212,7 @@ class ScalingState:
                 if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None:
                     leaf.grad_fn.register_prehook(self._backward_comes)
         if self.before_CS is not None:
-            self.evals_CS += (self.counts_CS - self.before_CS)[:, : len(self.columns)]
+            self.evals_CS += self.counts_CS - self.before_CS
         if self.samples is not None:
             loss = getattr(result, "loss", None)
             if isinstance(loss, torch.Tensor) and loss.numel() == 1:
@@ -282,8 +263,7 @@ class ScalingState:
         """Whether no backward of a compiled graph, which tells nobody, has ended a step; a card is not waited for."""
         if self._host is None or not (self.delayed and self.casts_gradients):
             return True
-        gradients = slice(ROLES.index("grad_output"), len(self.columns), len(ROLES))
-        return self.entered_1.item() in (-1, self._host[1][0, gradients].sum())
+        return self.entered_1.item() in (-1, self._host[1][0, GRAD_OUTPUT].sum())
 
     def fold(self, trains: bool = True) -> None:
         """Enter this step's amaxes into the windows and predict the next scales.  trains: else a rank may be alone."""
@@ -299,16 +279,15 @@ class ScalingState:
             self.on_step(came)
 
     def _predict(self, waits: bool) -> None:
-        casts = GradientCasts(self.counts_CS, self.entered_1, len(self.columns), waits and self.casts_gradients)
+        casts = GradientCasts(self.counts_CS, self.entered_1, waits and self.casts_gradients)
         scale_update(self.history_HS, self.live_2S, self.rules_3S, self.ranks, self.saved_1, casts)
 
     def _update(self) -> None:
         if self.delayed:
             self.predictions += 1
             self._predict(False)
-            if len(self.outputs):
-                self.outputs.settle(self.counts_CS)
-                self.outputs.after_update(self.history_HS, self.live_2S, self.rules_3S)
+            self.outputs.settle(self.counts_CS)
+            self.outputs.after_update(self.history_HS, self.live_2S, self.rules_3S)
         else:
             (self.live_2S if self._host is None else self._host[0])[0] = -1.0
 
@@ -324,8 +303,8 @@ class ScalingState:
         self.delayed += recipe.delayed - before.delayed
         if recipe.delayed and (more := recipe.history - len(self.history_HS)) > 0:
             self.history_HS = torch.cat([self.history_HS, self.history_HS.new_zeros(more, self.history_HS.shape[1])])
-        for j, role in enumerate(ROLES):
-            cast, index = getattr(recipe, role), len(ROLES) * layer + j
+        for role in ROLES:
+            cast, index = getattr(recipe, role), self.column(layer, role)
             rule = torch.tensor(_rule(cast, recipe), dtype=torch.float32)
             self.rules_3S[:, index] = rule.to(self.device, non_blocking=True)  # without waiting for the device
             if cast != getattr(before, role) or recipe.margin != before.margin:
@@ -335,11 +314,10 @@ class ScalingState:
         """The loss scale was multiplied by `factor`: so are the gradients' past amaxes, and their scales follow."""
         if not factor > 0:
             raise StateError(f"rescale_gradients({factor}): a loss scale changes by a positive factor")
-        gradients = slice(ROLES.index("grad_output"), len(ROLES) * len(self.layers), len(ROLES))
-        self.history_HS[:, gradients] *= factor
-        self.live_2S[1, gradients] = (self.live_2S[1, gradients] / factor).clamp_(max=FP32_MAX)
-        amax = self.live_2S[0, gradients]
-        self.live_2S[0, gradients] = torch.where(amax > 0, amax * factor, amax)
+        self.history_HS[:, GRAD_OUTPUT] *= factor
+        self.live_2S[1, GRAD_OUTPUT] = (self.live_2S[1, GRAD_OUTPUT] / factor).clamp_(max=FP32_MAX)
+        amax = self.live_2S[0, GRAD_OUTPUT]
+        self.live_2S[0, GRAD_OUTPUT] = torch.where(amax > 0, amax * factor, amax)
 
     def view(self, name: str, layer: int, role: str) -> SlotView:
         """The slot of `role` of the layer-th layer, one of `roles`, under that name."""
@@ -350,7 +328,7 @@ class ScalingState:
         amax, s = self.live_2S[:, index].clone()
         if role == OUTPUT:
             self.outputs.settle(self.counts_CS)
-            stored = self.outputs.scale_O[self.outputs.places[layer]]
+            stored = self.outputs.scale_L[layer]
             s = torch.where(stored > 0, 1.0 / stored, 0.0)
             margin = round(math.log2(cast.format.max / float(self.rules_3S[0, index]))) if recipe.stored else 0
         history = self.history_HS[: recipe.history if recipe.delayed else 0, index].clone()
@@ -366,17 +344,9 @@ class ScalingState:
         return recipe.stored or Cast(recipe.output) if role == OUTPUT else getattr(recipe, role)
 
     def column(self, layer: int, role: str) -> int:
-        """Where the tables hold the slot of a role; "output" of a layer that stores its result."""
-        if role == OUTPUT:
-            return self.outputs.column(layer, self.live_2S.shape[1])
-        return len(ROLES) * layer + ROLES.index(role)
-
-    def row(self, layer: int, role: str) -> int:
-        """Where `samples` describes it: outputs behind all operands, one for each layer, stored in FP8 or not."""
-        if role == OUTPUT:
-            return len(ROLES) * len(self.layers) + layer
-        return len(ROLES) * layer + ROLES.index(role)
+        """Where the tables hold the slot of a role, and where `samples` describes it."""
+        return len(SLOTS) * layer + SLOTS.index(role)
 
     def roles(self, layer: int) -> tuple[str, ...]:
-        """The roles of which the layer has slots."""
-        return (*ROLES, OUTPUT) if layer in self.outputs.places else ROLES
+        """The roles of a layer's slots that are in use: of its result, once it is to be stored."""
+        return SLOTS if layer in self.outputs.layers else ROLES

@@ -41,35 +41,34 @@ def most_decisions() -> int:
 
 
 def begins_between(state: Any) -> bool:
-    """Whether a step may begin between graphs, asked while one is traced.  state: a ScalingState.
+    """Whether a step may begin between graphs, asked while one is traced; in training it is said where it may not.
 
-    In training it is said where it may not; under strict=True Dynamo raises its Unsupported instead, with the same
-    words.
+    state: a ScalingState.
     """
     if _torch.may_divide():
         return True
     state.formats_stay = True
     if torch.is_grad_enabled():
-        if state.controller.failures.strict:
-            _torch.graph_break(f"strict=True: {ONE_GRAPH}")
-        _tell()
+        _tell(state, ONE_GRAPH)
     return False
 
 
 def check_limit(state: Any) -> None:
-    """Tell, when a layer's graph is traced for training, that decisions may take more graphs than there may be.
-
-    Under strict=True Dynamo raises its Unsupported instead, with the same words.
-    """
+    """Tell, when a layer's graph is traced for training, that decisions may take more graphs than there may be."""
     if state.on_step is not None and not state.formats_stay and _few_graphs():
-        if state.controller.failures.strict:
-            _torch.graph_break(f"strict=True: {FEW_GRAPHS.format(_torch.recompile_limit())}")
-        _tell_few()
+        _tell(state, FEW_GRAPHS.format(_torch.recompile_limit()))
+
+
+def _tell(state: Any, what: str) -> None:
+    """Warn; under strict=True Dynamo raises its Unsupported instead, with the same words."""
+    if state.controller.failures.strict:
+        _torch.graph_break(f"strict=True: {what}")
+    _warn(what)
 
 
 @_torch.constant_in_graphs
-def _tell() -> None:
-    warnings.warn(ONE_GRAPH, SamplingWarning, stacklevel=2)
+def _warn(what: str) -> None:
+    warnings.warn(what, SamplingWarning, stacklevel=2)
 
 
 @_torch.constant_in_graphs
@@ -81,11 +80,6 @@ def _few_graphs() -> bool:
     told = "_fp8engine_told" in graph
     graph["_fp8engine_told"] = True
     return not told
-
-
-@_torch.constant_in_graphs
-def _tell_few() -> None:
-    warnings.warn(FEW_GRAPHS.format(_torch.recompile_limit()), SamplingWarning, stacklevel=2)
 
 
 @_torch.outside_of_graphs

@@ -200,7 +200,7 @@ def test_hooks_hear_each_change_and_join_fp8_histories(kind: type[GradScaler]):
     handle = run.scaler.on_scale_change(factors.append)
     run.steps(1.0, 1.0, math.inf, math.inf, 1.0)
     assert factors == [2.0, 0.5, 0.5]
-    assert state.history_HS[0].tolist() == [8.0, 8.0, 4.0], "the gradient's past amaxes, and no other's"
+    assert state.history_HS[0].tolist() == [8.0, 8.0, 4.0, 8.0], "the gradient's past amaxes, and no other's"
     run.scaler.update(64.0)
     assert factors[-1] == 8.0
     handle.remove()

@@ -88,7 +88,7 @@ def broken(*arguments, **options):
 # What `auto` calls: (module, name), what the warning names.
 STATISTICS = "step 0: 0.input, 0.weight, 0.grad_output and 3 others could not be sampled"
 CALLS = {
-    "a tensor's statistics": ("fp8engine.scaling.sample.measure_on_host", STATISTICS),
+    "a tensor's statistics": ("fp8engine.scaling.sample.measure", STATISTICS),
     "trying the casts": ("fp8engine.scaling.sample.judge", "step 1"),
     "room for a sample": ("fp8engine.auto.known.StepSamples", "step 0"),
     "the copy to the host": ("fp8engine.auto.controller.start_copy", "step 0"),
@@ -131,7 +131,7 @@ def test_a_compiled_layer_says_it_too(backend: str, monkeypatch: pytest.MonkeyPa
     model = net(fe.auto(interval=1))
     for layer in model:
         layer.compile(backend=backend)
-    monkeypatch.setattr("fp8engine.scaling.sample.measure_on_host", broken)
+    monkeypatch.setattr("fp8engine.scaling.sample.measure", broken)
     with pytest.warns(fe.errors.SamplingWarning, match=r"0\.input.*RuntimeError: no memory is left"):
         grow(model, 6, 32, 1.0)
     assert model[0].numerics.recipe.input.is_fp8

@@ -11,7 +11,6 @@ from transformers.models.llama import modeling_llama as llama
 from fp8engine.autograd.attention import Scores, attention, rotate
 from fp8engine.autograd.fp8_attention import fp8_attention
 from fp8engine.errors import ShapeError, UnsupportedDtype
-from fp8engine.ops.attention import attention_backward
 from fp8engine.ops.reference.attention import Form, visible
 
 # FP32 sums of up to 16 products and a softmax of up to 16 terms, each within (terms) 2^-24 of magnitudes around 1.
@@ -162,11 +161,9 @@ def test_what_it_does_not_take_is_named(q: tuple, k: tuple, why: str):
 
 
 @pytest.mark.parametrize("scale", [0.0, -0.125, math.inf, math.nan, 1e-40], ids=str)
-def test_a_scale_that_is_no_positive_number_of_fp32_is_refused_both_ways(scale: float):
+def test_a_scale_that_is_no_positive_number_of_fp32_is_refused(scale: float):
     """The kernels multiply the -Inf of a masked score by it: of 0 that is NaN, and the sign turns it into +Inf."""
-    q, k, v, do, form = inputs("causal, grouped")
+    q, k, v, _, form = inputs("causal, grouped")
     why = "a scale of .* for the scores; FP8 attention takes 2\\^-126 to 2\\^126"
     with pytest.raises(ShapeError, match=why):
         fp8_attention(q, k, v, form._replace(scale=scale))
-    with pytest.raises(ShapeError, match=why):
-        attention_backward(do, q, k, v, form._replace(scale=scale))

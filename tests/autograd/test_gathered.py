@@ -32,7 +32,7 @@ def gathered(weight_NK: torch.Tensor, recipe: Recipe) -> GatheredWeight:
 def slot_of(recipe: Recipe, record: bool = True):
     """The weight's slot of a fresh table, and the table."""
     state = ScalingState([("up", recipe)])
-    return state.slot(1, record, record), state
+    return state.slots[0][1, record, record], state
 
 
 @pytest.mark.parametrize("recipe", ["current", "rowwise", "rowwise_gw_hp", "blockwise", "mxfp8", EXACT_SCALES[1]])

@@ -206,7 +206,7 @@ def test_one_module_under_two_names_is_converted_once():
     shared = nn.Linear(8, 8)
     model = converted(nn.ModuleDict({"a": shared, "b": nn.Sequential(shared, nn.ReLU())}))
     assert model["a"] is model["b"][0]
-    assert tables(model)[1].shape == (2, 3)
+    assert tables(model)[1].shape == (2, 4)
     assert [row["name"] for row in fe.inspect(model).layers] == ["a"]
 
 

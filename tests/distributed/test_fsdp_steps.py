@@ -206,7 +206,7 @@ def entered(policy: str, change: str, ours: bool) -> list[torch.Tensor]:
     model = sharded(ours, policy, CHANGES[change])
     model(torch.ones(4, ODD[1])).float().square().mean().backward()
     state: Any = model[0].numerics.state
-    rows = [state.row(layer, "weight") for layer in range(2)]
+    rows = [state.column(layer, "weight") for layer in range(2)]
     return [table[row].clone() for row in rows for table in (state.samples.slots_SL, state.samples.parts)]
 
 

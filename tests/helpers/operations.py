@@ -133,11 +133,12 @@ def _ended(a: Operand, b: Operand, end: Epilogue, precision: str) -> torch.Tenso
 
 
 def _tables(given: Given, form: int, way: bool) -> tuple:
-    slots = given.k
+    slots = 4 * given.k
     live = torch.stack([torch.rand(slots) - 0.3, torch.rand(slots)])
+    live[0, 1::4].abs_()  # each weight ran: the amax of none is entered again
     rules = torch.stack([torch.full((slots,), 448.0), torch.arange(slots) % 5, torch.full((slots,), float(way))])
     counts, none = torch.zeros(len(COUNTERS), slots, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
-    casts = GradientCasts(counts, none.clone(), 0, waits=False)  # alone, of no operands
+    casts = GradientCasts(counts, none.clone(), waits=False)
     return torch.rand(form, slots), live, rules, "", none, casts
 
 

@@ -139,7 +139,7 @@ def test_trainer_options_train(options: dict, tmp_path: Path):
     assert 0 < result.training_loss < 10
     assert not any(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
     history_HS = tables(model)[0]
-    assert ((history_HS[:, 0::3] > 0).sum(0) >= 1).all(), "each layer's input entered the window between two steps"
+    assert ((history_HS[:, 0::4] > 0).sum(0) >= 1).all(), "each layer's input entered the window between two steps"
     assert fe.inspect(model).totals["never_ran"] == 0
 
 

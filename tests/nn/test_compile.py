@@ -189,7 +189,7 @@ def test_a_sampled_step_of_equal_blocks_is_one_graph_and_samples_what_eager_code
     compiled = compiled_by_block(eager, lambda model: model)
     steps_alike(eager, compiled, batch_loss, steps=1)
     samples, wanted = (cast(StepSamples, state_of(model).samples) for model in (compiled, eager))
-    assert wanted.slots_SL[: 3 * 4 * BLOCKS].ne(0).any(1).all(), "every operand was described"
+    assert wanted.slots_SL.ne(0).any(1).view(-1, 4)[:, :3].all(), "every operand was described"
     assert torch.equal(samples.slots_SL, wanted.slots_SL)
     assert same(samples.parts, wanted.parts)
 

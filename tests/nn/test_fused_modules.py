@@ -8,6 +8,7 @@ from support import EXACT_SCALES, FP8_RECIPES, converted, sqnr, state_of
 from torch import nn
 
 import fp8engine as fe
+from fp8engine.autograd import Memory
 from fp8engine.errors import UnknownName
 from fp8engine.nn.layernorm_linear import LayerNormLinear, make_norm, norm_of
 from fp8engine.nn.layernorm_mlp import LayerNormMLP
@@ -91,7 +92,7 @@ def test_dtype_and_device():
     [(False, (False, False)), (True, (True, True)), ("norm", (True, False)), ("activation", (False, True))],
 )
 def test_what_is_recomputed(recompute, memory):
-    assert LayerNormMLP(K, F, recipe="current", recompute=recompute, store="fp8").memory == (*memory, "fp8")
+    assert LayerNormMLP(K, F, recipe="current", recompute=recompute, store="fp8").memory == Memory(*memory, "fp8")
     assert LayerNormLinear(K, F, recipe="current", recompute=True).memory.recompute_norm
 
 

@@ -80,7 +80,7 @@ def test_no_rows_give_nothing_and_gradients_of_zeros(form: str, recipe: str, sha
     assert (found["y0"].shape, found["dx"].shape) == ((*shape[:-1], N), shape)
     for name, p in model.named_parameters():
         assert torch.equal(found[name], torch.zeros_like(p)), name
-    inputs = [i for i in range(before.shape[1]) if i % 3 != 1]
+    inputs = [i for i in range(before.shape[1]) if i % 4 != 1]
     assert torch.equal(tables(model)[1][:, inputs], before[:, inputs]), "no elements, no amax: the slots did not run"
 
 

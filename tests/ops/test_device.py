@@ -65,8 +65,8 @@ def test_cards(card: str, pretended):
     why = triton_backend.no_card(CUDA, triton_backend.CAPABILITY_16_BITS)
     assert (why is None) == (capability >= (8, 0))
     assert why is None or f"NVIDIA {card} has no path of Triton's to its Tensor Cores; sm_80 or" in why
-    assert matmul.emulated(CUDA, "cublas") is not has_fp8
-    assert matmul.emulated(CUDA, "reference") is True
+    assert bool(matmul.why_emulated(CUDA, "cublas")) is not has_fp8
+    assert matmul.why_emulated(CUDA, "reference")
     assert device.name(CUDA) == f"NVIDIA {card}"
 
 
@@ -83,7 +83,7 @@ def test_cpus(cpu: str, monkeypatch: pytest.MonkeyPatch):
     assert matmul.choose(CPU, by_block=False) == backend
     assert matmul.choose(CPU, by_block=True) == "reference"
     # Not even a CPU that multiplies FP8 has Tensor Cores: a report must not count it as one.
-    assert matmul.emulated(CPU, backend) is True
+    assert matmul.why_emulated(CPU, backend)
 
 
 @pytest.mark.parametrize("kind", ["meta", "mps"])

@@ -59,7 +59,7 @@ def test_without_a_triton_that_fits_the_block_is_not_entered(version, error, wor
     monkeypatch.setattr(torch.version, "cuda", None)  # nor has a torch that was built without CUDA one of cuBLASLt's
     where = pretended((9, 0))
     assert matmul.choose(where, by_block=True) == "reference"
-    assert matmul.emulated(where, "reference")
+    assert matmul.why_emulated(where, "reference")
     assert triton_backend.measured("matmul_fp8", (9, 0), 4096, 4096) == 0.0
 
 

@@ -91,7 +91,7 @@ def test_a_deeper_history_makes_the_table_deeper():
     numerics_of(layer).adopt(fe.delayed(history=4))
     for size in (4.0, 1.0, 1.0):
         layer(torch.full((2, 16), size)).sum().backward()
-    assert state.history_HS.shape == (4, 3)
+    assert state.history_HS.shape == (4, 4)
     state.begin_step()
     assert state.history_HS[:, 0].tolist() == [1.0, 1.0, 4.0, 0.0]
     assert float(fe.scaling_state(layer)["input"].scale) == pytest.approx(4 / 448)

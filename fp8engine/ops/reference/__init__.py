@@ -19,20 +19,12 @@
 """
 
 from fp8engine.ops.reference.act_quantize import act_quantize, act_quantize_backward
-from fp8engine.ops.reference.attention import attention, attention_cast
+from fp8engine.ops.reference.attention import attention
 from fp8engine.ops.reference.attention_backward import attention_backward
 from fp8engine.ops.reference.cast_transpose import Store, cast_transpose
 from fp8engine.ops.reference.epilogue import KINDS, Epilogue, finish
 from fp8engine.ops.reference.grouped import expert_sums, quantize_experts, transpose_experts
-from fp8engine.ops.reference.matmul import (
-    column_sums,
-    emulate,
-    emulation_dtype,
-    folded,
-    matmul_block,
-    matmul_fp8,
-    matmul_fp16,
-)
+from fp8engine.ops.reference.matmul import column_sums, emulate, emulation_dtype, folded, matmul_fp8, matmul_fp16
 from fp8engine.ops.reference.norm_quantize import Norm, RowStatistics, norm_quantize, norm_quantize_backward
 from fp8engine.ops.reference.operand import Operand, Slot, as_groups, from_groups, operand
 from fp8engine.ops.reference.quantize import quantize, quantize_given

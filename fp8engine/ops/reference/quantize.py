@@ -127,8 +127,7 @@ def _quantize_groups(x_MK, cast: Cast, slot: Slot | None, held: torch.dtype | No
     q_MK = scale_and_round(x_MK, s, cast, finite, held)
     if slot is not None and (slot.count or slot.record):
         note(x_MK, q_MK, slot, cast, (finite, over, amax, s))
-    scale = torch.from_numpy(1.0 / s.numpy()) if on_cpu else torch.ones_like(s) / s
-    return q_MK, scale.view(cast.scale_shape(m, k))
+    return q_MK, (torch.ones_like(s) / s).view(cast.scale_shape(m, k))
 
 
 def largest(x_MK: torch.Tensor, cast: Cast) -> torch.Tensor:

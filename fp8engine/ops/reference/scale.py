@@ -13,8 +13,6 @@ from __future__ import annotations
 
 import torch
 
-from fp8engine import _numpy as numpy
-
 FP32_MAX = torch.finfo(torch.float32).max
 MANTISSA_BITS = 0x007FFFFF
 
@@ -27,20 +25,9 @@ def scale_factor(amax: torch.Tensor, maximum: torch.Tensor | float, power_of_2: 
     >>> scale_factor(torch.tensor([0.0, 2.0, 3.0]), 448.0, power_of_2=True)
     tensor([  1., 128., 128.])
     """
-    if amax.device.type == "cpu" and type(amax) is torch.Tensor and not isinstance(maximum, torch.Tensor):
-        return torch.from_numpy(_scale_factor_numpy(amax.numpy(), maximum, power_of_2))
     maximum = torch.as_tensor(maximum, dtype=torch.float32, device=amax.device)
     s = torch.where(amax > 0, maximum / amax, 1.0).clamp_(max=FP32_MAX)
     return floor_power_of_2(s) if power_of_2 else s
-
-
-def _scale_factor_numpy(amax: numpy.ndarray, maximum: float, power_of_2: bool) -> numpy.ndarray:
-    """The same on the host: a NumPy call costs a third of torch's, and a matrix has few scales."""
-    s = numpy.ones(amax.shape, numpy.float32)
-    with numpy.errstate(over="ignore"):
-        numpy.divide(numpy.float32(maximum), amax, out=s, where=amax > 0)
-    numpy.minimum(s, numpy.float32(FP32_MAX), out=s)
-    return (s.view(numpy.int32) & ~MANTISSA_BITS).view(numpy.float32) if power_of_2 else s
 
 
 def floor_power_of_2(s: torch.Tensor) -> torch.Tensor:
@@ -63,13 +50,8 @@ def scale_update(history_HS: torch.Tensor, live_2S: torch.Tensor, rules_3S: torc
     >>> history[:, 0].tolist(), live[:, 0].tolist()
     ([4.0, 0.0], [-1.0, 112.0])
     """
-    if history_HS.device.type == "cpu":
-        _scale_update_numpy(history_HS.numpy(), live_2S.numpy(), rules_3S.numpy())
-    else:
-        _scale_update_torch(history_HS, live_2S, rules_3S)
-
-
-def _scale_update_torch(history_HS: torch.Tensor, live_2S: torch.Tensor, rules_3S: torch.Tensor) -> None:
+    # `.data` has a version counter of its own: a graph may have saved the tables for its backward.
+    history_HS, live_2S = history_HS.data, live_2S.data
     amax_S, s_S = live_2S
     numerator_S, window_S, power_of_2_S = rules_3S
     ran_S = amax_S >= 0
@@ -82,25 +64,3 @@ def _scale_update_torch(history_HS: torch.Tensor, live_2S: torch.Tensor, rules_3
     next_S = torch.where(largest_S > 0, next_S, 0.0)
     s_S.copy_(torch.where(ran_S & (numerator_S > 0), next_S, s_S))
     amax_S.fill_(-1.0)
-
-
-def _scale_update_numpy(history_HS: numpy.ndarray, live_2S: numpy.ndarray, rules_3S: numpy.ndarray) -> None:
-    """The same in the tensors' own memory: two dozen small torch calls take three times as long.
-
-    NumPy takes care of the overlap of a row and the one before.
-    """
-    amax_S, s_S = live_2S
-    numerator_S, window_S, power_of_2_S = rules_3S
-    with numpy.errstate(all="ignore"):
-        ran_S = amax_S >= 0
-        numpy.copyto(history_HS[1:], history_HS[:-1], where=ran_S)
-        numpy.copyto(history_HS[0], amax_S, where=ran_S)
-        age_H1 = numpy.arange(len(history_HS))[:, None]
-        largest_S = numpy.where(age_H1 < window_S, history_HS, numpy.float32(0)).max(0)
-        next_S = numpy.zeros_like(largest_S)
-        numpy.divide(numerator_S, largest_S, out=next_S, where=largest_S > 0)
-        numpy.minimum(next_S, numpy.float32(FP32_MAX), out=next_S)
-        bits_S = next_S.view(numpy.int32)
-        numpy.bitwise_and(bits_S, ~MANTISSA_BITS, out=bits_S, where=power_of_2_S > 0)
-        numpy.copyto(s_S, next_S, where=ran_S & (numerator_S > 0))
-        amax_S.fill(-1.0)

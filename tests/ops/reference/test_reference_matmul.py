@@ -18,7 +18,8 @@ from casts import ROUNDING as U
 from real_operands import real
 
 from fp8engine.ops import device
-from fp8engine.ops.reference import Operand, matmul_block, matmul_fp8, matmul_fp16
+from fp8engine.ops.reference import Operand, matmul_fp8, matmul_fp16
+from fp8engine.ops.reference.matmul import matmul_block
 from fp8engine.ops.reference.quantize import quantize_operand
 
 GROUPS = {"tensor": (-1, -1), "row": (1, -1), "1x128": (1, 128), "128x128": (128, 128)}
