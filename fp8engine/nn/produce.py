@@ -182,24 +182,24 @@ class Producing(Mixin):
 
     prefix = "Producing"
     recognised = NOTHING
-    is_leaf = True  # of the graph that torch.fx traces
+    _is_leaf = True  # of the graph that torch.fx traces
 
     def forward(self, *args, **kwargs):
         x: Any = args[0] if args else None
         if isinstance(x, Proxy):
-            return leaf(self, x) if self.is_leaf else super().forward(*args, **kwargs)
+            return leaf(self, x) if self._is_leaf else super().forward(*args, **kwargs)
         as_found = len(args) == 1 and not kwargs and _plain(x) and _found(self, self.recognised, x)
-        y = self.produced(x, self.recognised) if as_found else None
+        y = self._produced(x, self.recognised) if as_found else None
         return super().forward(*args, **kwargs) if y is None else y
 
-    def produced(self, x: torch.Tensor, known: Recognised) -> torch.Tensor | None:
+    def _produced(self, x: torch.Tensor, known: Recognised) -> torch.Tensor | None:
         """The result with codes; None where the module's own forward computes it."""
 
 
 class ProducingNorm(Producing):
     """A norm."""
 
-    def produced(self, x, known):
+    def _produced(self, x, known):
         which = known.what
         weight, bias = getattr(self, "weight", None), getattr(self, "bias", None)  # a parametrization's too
         own = _widened(x) if which.kind == "layer" else not _in_order(x)
@@ -228,7 +228,7 @@ def _autocast(x: torch.Tensor) -> bool:
 class ProducingActivation(Producing):
     """An activation."""
 
-    def produced(self, x, known):
+    def _produced(self, x, known):
         if not _in_order(x):
             return None
         return activation(x, known.what, known.producer, SMALL.get(known.what, KEEP))
@@ -237,9 +237,9 @@ class ProducingActivation(Producing):
 class ProducingMlp(Producing):
     """An MLP, down(act(gate(x)) * up(x)) or down(act(up(x))), whose product takes codes along."""
 
-    is_leaf = False
+    _is_leaf = False
 
-    def produced(self, x, known):
+    def _produced(self, x, known):
         layers = [_part(self, path) for path in known.layers]
         dtypes = {getattr(getattr(layer, "weight", None), "dtype", None) for layer in layers}
         as_found = len(dtypes - {None}) == len(dtypes) == 1  # T5 keeps one weight in FP32, and casts what it reads

@@ -16,7 +16,7 @@ from fp8engine.errors import ShapeError
 from fp8engine.numerics.formats import FLOATS
 from fp8engine.ops import device
 from fp8engine.ops.casts import twin
-from fp8engine.ops.library import operation
+from fp8engine.ops.library import operation, refuse_gradient
 from fp8engine.ops.reference.attention import HEAD_DIMS, TINY, Form
 from fp8engine.ops.reference.attention_backward import Gradients
 
@@ -91,3 +91,6 @@ def _backward(do, q, k, v, *form):
     if not q.numel() or not k.numel():
         return tuple(_turned(x).zero_() for x in (q, k, v))
     return tuple(twin(q.device).attention_backward(do, q, k, v, Form(*form)))
+
+
+refuse_gradient("attention", "attention_backward")

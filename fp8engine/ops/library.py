@@ -172,9 +172,8 @@ def owned(results: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor, ...]:
 def define(schema: str, implementation: Callable, fake: Callable, effect: bool = False) -> None:
     """Register an operator for CPU and CUDA.
 
-    Layers call operators without gradients, because their Functions are the gradients.  Where another caller takes
-    gradients, as a graph of torch.export does, which holds the operators of the forward alone, the forward runs and its
-    backward raises.
+    Layers call operators without gradients, because their Functions are the gradients.  A graph of torch.export holds
+    the operators of the forward alone and runs them as it is called: there the forward runs, and its backward raises.
     """
     name = schema.split("(")[0]
 
@@ -191,6 +190,19 @@ def define(schema: str, implementation: Callable, fake: Callable, effect: bool =
         _torch.ordered_effect(f"fp8engine::{name}")
 
 
+def refuse_gradient(*names: str) -> None:
+    """Let the backward of these operators raise GradientError: their gradients are operations of their own."""
+    for name in names:
+
+        def refuse(ctx, *gradients, name=name):
+            raise GradientError(
+                f"fp8engine::{name} has no gradient of its own: call it in a torch.autograd.Function, beside the "
+                "operation that computes its gradient, or under torch.no_grad()"
+            )
+
+        torch.library.register_autograd(f"fp8engine::{name}", refuse, lib=LIBRARY)
+
+
 class _ForwardAlone(torch.autograd.Function):
     @staticmethod
     def forward(ctx, name: str, implementation, *arguments):
@@ -201,8 +213,7 @@ class _ForwardAlone(torch.autograd.Function):
     def backward(ctx, *gradients):
         raise GradientError(
             f"fp8engine::{ctx.name} has no gradient: a graph made by torch.export holds the forward of FP8 layers "
-            "alone; run it under torch.no_grad(), and train the module that it was made from. Call the operator itself "
-            "in a torch.autograd.Function, beside the operation that computes its gradient"
+            "alone; run it under torch.no_grad(), and train the module that it was made from"
         )
 
 

@@ -27,7 +27,7 @@ from fp8engine.numerics.cast import Cast
 from fp8engine.numerics.formats import FLOATS
 from fp8engine.ops import casts, device, reference, triton_backend
 from fp8engine.ops.backends import asked
-from fp8engine.ops.library import operation
+from fp8engine.ops.library import operation, refuse_gradient
 from fp8engine.ops.reference import Norm, Operand, RowStatistics, Store
 from fp8engine.ops.reference.act_quantize import ActGradients
 from fp8engine.ops.reference.activations import ACTIVATIONS
@@ -273,3 +273,8 @@ def _act_quantize_backward(dy, x, up, kind, *to, slot=None):
     to = Store(*to, slot=slot)
     dx, q, q_t, *others = _twin(x, False).act_quantize_backward(dy, x, kind, to, up)
     return *_flat(dx, q, q_t, to), *others
+
+
+for _name in __all__:  # autograd is functional code's, which calls both directions
+    _slotted = () if _name == "norm_quantize_backward" else (f"{_name}_slot", f"{_name}_column")
+    refuse_gradient(_name, *_slotted)

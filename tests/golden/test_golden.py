@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from golden import record, trainings
 
-from fp8engine.demo.precision import RECIPES
+from fp8engine.numerics.recipe import RECIPES
 
 GOLDEN = record.read(Path(record.__file__).with_name("golden.json"))
 

@@ -17,7 +17,8 @@ from torch import nn
 
 import fp8engine as fe
 from fp8engine.demo.model import GPT, SIZES, loss_of
-from fp8engine.demo.precision import PLAIN, RECIPES, Precision
+from fp8engine.demo.precision import PLAIN, Precision
+from fp8engine.numerics.recipe import RECIPES
 
 STEPS, FEWER = 20, 5
 EAGER: dict[str, Any] = {"attn_implementation": "eager"}

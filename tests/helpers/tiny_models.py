@@ -48,10 +48,10 @@ def mixtral() -> nn.Module:
 
 def zamba2() -> nn.Module:
     """A hybrid of Mamba and attention whose attention layers are one another's, tied by transformers."""
-    mamba = {"mamba_d_state": 8, "n_mamba_heads": 4, "mamba_headdim": 16, "mamba_ngroups": 1, "chunk_size": 8}
-    shared = {"layers_block_type": ["mamba", "hybrid"] * 2, "num_mem_blocks": 1, "adapter_rank": 8}
-    sizes = {"vocab_size": VOCABULARY, "hidden_size": WIDTH, "intermediate_size": 64, "num_attention_heads": 2}
-    return transformers.Zamba2ForCausalLM(transformers.Zamba2Config(num_hidden_layers=4, **mamba, **shared, **sizes))
+    mamba: dict[str, Any] = {"mamba_d_state": 8, "n_mamba_heads": 4, "mamba_headdim": 16, "mamba_ngroups": 1}
+    shared: dict[str, Any] = {"layers_block_type": ["mamba", "hybrid"] * 2, "num_mem_blocks": 1, "adapter_rank": 8}
+    sizes: dict[str, Any] = {**_sizes(), "num_hidden_layers": 4, "chunk_size": 8}
+    return transformers.Zamba2ForCausalLM(transformers.Zamba2Config(**mamba, **shared, **sizes))
 
 
 def bert(**options) -> nn.Module:

@@ -16,7 +16,7 @@ SLOWEST = "activations 5x256, forward and backward"  # a minute; test_interprete
 
 @pytest.mark.short
 @pytest.mark.slow
-@pytest.mark.few(20)
+@pytest.mark.few(14)
 @pytest.mark.parametrize(
     ("name", "one"),
     [pytest.param(*each, marks=[pytest.mark.nightly] if each[0] == SLOWEST else [], id=each[0]) for each in EVERY],

@@ -22,7 +22,7 @@ def test_nothing_gives_what_the_twin_gives(name: str):
         is_its_twin([*calls(name, form, NOTHING)][:6], on_kernels=True)
 
 
-@pytest.mark.few(36)
+@pytest.mark.few(26)
 @pytest.mark.parametrize(("name", "form"), CASES)
 def test_it_is_its_twin_straight_and_through_the_dispatcher(name: str, form: str):
     """All ways where bits are equal; else a few: how near values are is asked beside each kernel, in float64."""

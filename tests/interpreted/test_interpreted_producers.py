@@ -78,7 +78,7 @@ MADE: dict[str, Any] = {
 }
 
 
-@pytest.mark.few(18)
+@pytest.mark.few(12)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("kind", MADE)
 @pytest.mark.parametrize("recipe", FP8_RECIPES)

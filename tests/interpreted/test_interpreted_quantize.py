@@ -105,6 +105,7 @@ def test_any_values(x, rows_cols, dtype, power_of_2):
     assert_as_twin(torch.from_numpy(x), cast_of(dtype, *rows_cols, power_of_2))
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("rows_cols", [(-1, -1), (1, -1), (-1, 1), (128, 128)], ids=str)
 @pytest.mark.parametrize("dtype", FP8)
 def test_scales_at_the_ends_of_fp32(rows_cols, dtype):
@@ -142,7 +143,7 @@ BAD = {
 }
 
 
-@pytest.mark.few(12)
+@pytest.mark.few(8)
 @pytest.mark.parametrize("bad", BAD)
 @pytest.mark.parametrize("rows_cols", [*GROUPS[:5], (2, 4)], ids=str)
 def test_what_is_not_finite_is_counted_and_enters_no_history(rows_cols, bad):

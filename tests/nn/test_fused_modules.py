@@ -92,7 +92,9 @@ def test_dtype_and_device():
     [(False, (False, False)), (True, (True, True)), ("norm", (True, False)), ("activation", (False, True))],
 )
 def test_what_is_recomputed(recompute, memory):
-    assert LayerNormMLP(K, F, recipe="current", recompute=recompute, store="fp8").memory == Memory(*memory, "fp8")
+    assert LayerNormMLP(K, F, recipe="current", recompute=recompute, store="fp8").memory == Memory(
+        memory[0], memory[1], "fp8"
+    )
     assert LayerNormLinear(K, F, recipe="current", recompute=True).memory.recompute_norm
 
 
