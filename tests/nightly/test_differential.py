@@ -107,7 +107,7 @@ class Watch:
     def went_back(self, use: _Use, into: tuple, of: tuple) -> None:
         """A layer's backward: its three gradients."""
         self.backward_seen |= not use.alone
-        recipe, name, (dx, dw, db, *_) = use.recipe, use.name, into
+        recipe, name, (dx, dw, db, *_) = use.recipe, use.name, (*into, None)  # a bias that is not there has no place
         dy = of[0].detach().flatten(0, -2)
         if dx is not None:
             rows, weights = self.rows(use, "grad_output", dy, recipe.dgrad[0]), self.weights(use, recipe.dgrad[1])
