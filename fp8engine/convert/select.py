@@ -19,6 +19,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
+from torch.nn.utils.parametrize import is_parametrized
 
 from fp8engine.convert.dry_run import uncalled
 from fp8engine.convert.kinds import is_conv1d, is_plain_linear
@@ -70,10 +71,7 @@ def weight_of(module: nn.Module, parameter: str = "weight") -> torch.Tensor:
 
     A parametrised one is computed as in evaluation: in training spectral_norm's power iteration moves with each read.
     """
-    parametrizations = getattr(module, "parametrizations", None)
-    computed = (
-        list(parametrizations.modules()) if parametrizations is not None and parameter in parametrizations else []
-    )
+    computed = list(cast(nn.Module, module.parametrizations).modules()) if is_parametrized(module, parameter) else []
     modes = [part.training for part in computed]
     for part in computed:
         part.training = False
