@@ -29,7 +29,7 @@ BUDGET = {
     "autograd": 2_021,
     "bench": 796,
     "cli": 965,
-    "convert": 1_743,
+    "convert": 1_742,
     "demo": 993,
     "distributed": 2_256,
     "export": 1_338,

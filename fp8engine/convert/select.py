@@ -19,7 +19,6 @@ from typing import Any, cast
 import torch
 from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
-from torch.nn.utils.parametrize import is_parametrized
 
 from fp8engine.convert.dry_run import uncalled
 from fp8engine.convert.kinds import is_conv1d, is_plain_linear
