@@ -32,7 +32,7 @@ BUDGET = {
     "convert": 1_742,
     "demo": 993,
     "distributed": 2_256,
-    "export": 1_338,
+    "export": 1_343,
     "integrations": 195,
     "kernels": 2_886,
     "nn": 1_425,

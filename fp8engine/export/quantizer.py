@@ -108,8 +108,6 @@ class Fp8EngineQuantizer(HfQuantizer):
     """Swaps a model's linear layers for served ones before its weights are read, and checks them afterwards."""
 
     quantization_config: Fp8EngineConfig
-    # Adapters on it, for which transformers' Trainer asks; torch.compile.
-    is_trainable = is_compileable = True  # pyright: ignore[reportAssignmentType, reportIncompatibleMethodOverride]
 
     def validate_environment(self, *args, device_map=None, **kwargs):
         if isinstance(device_map, dict) and "disk" in device_map.values():
@@ -193,6 +191,14 @@ class Fp8EngineQuantizer(HfQuantizer):
             if tensor.dtype == of_the_model:  # not what it keeps in FP32, such as rotary frequencies
                 tensor.data = tensor.data.to(dtype)
         return model
+
+    @property
+    def is_trainable(self) -> bool:
+        return True  # adapters on it: transformers' Trainer asks for them
+
+    @property
+    def is_compileable(self) -> bool:
+        return True
 
     def is_serializable(self) -> bool:
         return True

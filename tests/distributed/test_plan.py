@@ -134,7 +134,7 @@ def test_models_that_take_no_token_ids(caplog: pytest.LogCaptureFixture):
     torch_s = logging.getLogger("torch")
     torch_s.addHandler(caplog.handler)  # it does not hand its records on
     with pytest.raises(ConversionError, match=r"token ids of shape \[1, 8\]; Sequential raised"):
-        plan(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), 2, 8)
+        plan(nn.Sequential(nn.Linear(16, 8), nn.Linear(8, 8)), 2, 8)
     torch_s.removeHandler(caplog.handler)
     assert caplog.records == []  # torch's own log of the same error, with its traceback
     assert not torch.distributed.is_initialized(), "another plan may follow"
