@@ -24,7 +24,7 @@ ENGINE = ("numerics", "ops", "scaling", "autograd", "auto", "nn", "convert")  # 
 GOALS = {"engine": 8_600, "kernels": 2_500, "package": 20_600}  # lines of code
 # By room: lines of code that it may have.
 BUDGET = {
-    "amp": 3_097,
+    "amp": 3_106,
     "auto": 1_733,
     "autograd": 2_021,
     "bench": 796,
@@ -32,12 +32,12 @@ BUDGET = {
     "convert": 1_742,
     "demo": 993,
     "distributed": 2_256,
-    "export": 1_343,
+    "export": 1_344,
     "integrations": 195,
     "kernels": 2_886,
     "nn": 1_425,
     "numerics": 610,
-    "ops": 3_052,
+    "ops": 3_056,
     "report": 2_803,
     "scaling": 1_248,
     "top level": 440,
