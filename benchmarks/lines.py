@@ -28,7 +28,7 @@ BUDGET = {
     "auto": 1_733,
     "autograd": 2_021,
     "bench": 796,
-    "cli": 965,
+    "cli": 969,
     "convert": 1_742,
     "demo": 993,
     "distributed": 2_256,
