@@ -24,7 +24,7 @@ ENGINE = ("numerics", "ops", "scaling", "autograd", "auto", "nn", "convert")  # 
 GOALS = {"engine": 8_600, "kernels": 2_500, "package": 20_600}  # lines of code
 # By room: lines of code that it may have.
 BUDGET = {
-    "amp": 3_106,
+    "amp": 3_107,
     "auto": 1_733,
     "autograd": 2_021,
     "bench": 796,

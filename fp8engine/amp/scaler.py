@@ -114,7 +114,8 @@ class GradScaler(torch.amp.GradScaler):
         >>> factors
         [0.015625]
         """
-        LossScaleError.unless(hook, Callable, "on_scale_change takes a function of the factor")
+        if not callable(hook):
+            raise LossScaleError(f"on_scale_change takes a function of the factor, not {type(hook).__name__}")
         handle = RemovableHandle(self._hooks)
         self._hooks[handle.id] = hook
         return handle
