@@ -99,8 +99,7 @@ class autocast(_Anew):
         device: str | torch.device | None = None,
     ):
         device_type = _device_type(device_type, device)
-        if not isinstance(lists, OpLists | None):
-            raise OpListError(f"autocast(lists=) takes fe.amp.OpLists(white=[...], ...), not {type(lists).__name__}")
+        OpListError.unless(lists, OpLists | None, "autocast(lists=) takes fe.amp.OpLists(white=[...], ...)")
         if device_type is None:
             device_type = "cuda" if torch.cuda.is_available() else "cpu"
         if not _has_autocast(device_type):

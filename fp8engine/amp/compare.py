@@ -33,7 +33,7 @@ from fp8engine.amp.difference import Call, Difference, Key, Side, call, run_both
 from fp8engine.amp.lists import UNCHANGED, OpLists
 from fp8engine.amp.tensors import SIXTEEN_BIT
 from fp8engine.amp.text import FOLD, RIGHT, as_text, precision
-from fp8engine.errors import StateError, UnsupportedDtype
+from fp8engine.errors import ConversionError, StateError, UnsupportedDtype
 
 # One rounding errs by up to u = eps / 2; a thousand of them, one after another and random, by sqrt(1000) u = 32 u.
 ROUNDINGS = 32
@@ -142,7 +142,8 @@ def compare(
     run has passed: one forward's activations.  An attention kernel's own dropout may draw other numbers on CUDA.  What
     a forward writes into a list, a dict or a tensor that is a plain attribute of a module, no buffer, stays there.
 
-    Raises UnsupportedDtype (low or high is no floating dtype that runs), StateError (CPU and CUDA in one model).
+    Raises UnsupportedDtype (low or high is no floating dtype that runs), StateError (CPU and CUDA in one model),
+    ConversionError (no nn.Module).
 
     >>> model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 1))
     >>> with torch.no_grad():
@@ -150,6 +151,7 @@ def compare(
     >>> compare(model, torch.ones(2, 8)).first().name
     '0'
     """
+    ConversionError.unless(model, nn.Module, "compare takes an nn.Module")
     for name, dtype in (("low", low), ("high", high)):
         if dtype not in (*SIXTEEN_BIT, torch.float32, torch.float64):
             raise UnsupportedDtype(f"compare({name}={dtype}): give torch.float16, bfloat16, float32 or float64")

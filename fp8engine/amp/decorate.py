@@ -37,7 +37,7 @@ from fp8engine.amp.scaled import ScaledOptimizer
 from fp8engine.amp.scaler import GradScaler
 from fp8engine.amp.tensors import NARROW, SIXTEEN_BIT, Lent, cast_all, device_type
 from fp8engine.amp.wrapped import is_wrapped, parameters_of
-from fp8engine.errors import ConversionError, LossScaleError, OptimizerError, UnknownName, UnsupportedDtype
+from fp8engine.errors import ConversionError, LossScaleError, OpListError, OptimizerError, UnknownName, UnsupportedDtype
 
 LEVELS = ("O1", "O2")
 NORMS = (_torch.norm_base, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
@@ -115,9 +115,10 @@ def decorate(
     where the loss is scaled.  With an optimizer alone the forward is yours to put under fe.amp.autocast.
     Wrap for several devices and compile afterwards.
 
-    Raises ConversionError (no parameters, decorated or wrapped already, layers that are not there), OptimizerError
-    (wrapped already, of another model, two of one parameter), UnknownName (level, glob), UnsupportedDtype, BackendError
-    (BF16 on a card without it), LossScaleError (FP16 gradients and no masters); nothing has been changed then.
+    Raises ConversionError (no parameters, decorated or wrapped already, layers that are not there, a scaler that is
+    none), OpListError (lists that are no OpLists), OptimizerError (wrapped already, of another model, two of one
+    parameter), UnknownName (level, glob), UnsupportedDtype, BackendError (BF16 on a card without it), LossScaleError
+    (FP16 gradients and no masters); nothing has been changed then.
 
     >>> model = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.Linear(8, 1))
     >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -133,6 +134,7 @@ def decorate(
     models, optimizers = _listed(model), _listed(optimizer)
     parameters = _check_models(models) or [p for one in optimizers for p in _parameters(one)]
     _check_precision(level, dtype, {p.device for p in parameters})
+    OpListError.unless(lists, OpLists | None, "decorate(lists=) takes fe.amp.OpLists(white=[...], ...)")
     excluded = _chosen(models, excluded_layers)
     norms = [module for one in models for module in _kept_by_o2(one)] if level == "O2" else []
     cast = _to_cast(models, [*excluded, *norms]) if level == "O2" else {}
@@ -314,4 +316,5 @@ def _loss_scaler(
         return None
     if isinstance(scaler, torch.amp.GradScaler):
         return scaler
+    ConversionError.unless(scaler, bool | None, "decorate(scaler=) takes True, False, None or a GradScaler")
     return GradScaler(device, enabled=dtype == torch.float16 or scaler is True)

@@ -44,7 +44,8 @@ class MasterWeights(Wrapped):
     takes them too: `clip_grad_norm_(optimizer.master_parameters(), 1.0)`.  state_dict is the inner optimizer's with
     the masters added: a resumed run goes on bit for bit, and an optimizer without masters loads it as well.
 
-    Raises OptimizerError: wrapped already, no 16-bit parameters, DTensors, or a model moved or cast since.
+    Raises OptimizerError: wrapped already, no 16-bit parameters, DTensors, originals under names or of other shapes, or
+    a model moved or cast since.
 
     >>> model = nn.Linear(1, 1, bias=False).half()
     >>> _ = nn.init.ones_(model.weight)
@@ -64,6 +65,10 @@ class MasterWeights(Wrapped):
             raise OptimizerError(f"MasterWeights takes a torch.optim optimizer, not {type(optimizer).__name__}")
         if is_wrapped(optimizer):
             raise OptimizerError(f"this {type(optimizer).__name__} is wrapped already: wrap an optimizer once")
+        for p, value in (originals or {}).items():
+            if not isinstance(p, nn.Parameter) or getattr(value, "shape", None) != p.shape:
+                found = p if isinstance(p, str) else f"a {type(p).__name__} of shape {list(p.shape)}"
+                raise OptimizerError(f"MasterWeights: originals= is {{parameter: values of its shape}}; got {found}")
         parameters = parameters_of(optimizer)
         if not any(p.dtype in SIXTEEN_BIT for p in parameters):
             found = ", ".join(sorted({word(p.dtype) for p in parameters})) or "no parameters"

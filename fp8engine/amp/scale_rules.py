@@ -48,7 +48,8 @@ class ScaleRules:
     on_collapse: Callable[[Any], None] | None = None
 
     def __post_init__(self):
-        if self.decrease_every_n < 1 or self.collapse_after < 0:
+        LossScaleError.unless(self.on_collapse, Callable | None, "ScaleRules(on_collapse=) takes a function")
+        if not isinstance(self.decrease_every_n, int) or self.decrease_every_n < 1 or self.collapse_after < 0:
             raise LossScaleError(
                 f"decrease_every_n={self.decrease_every_n}, collapse_after={self.collapse_after}: counts of iterations,"
                 " the first at least 1 and the second at least 0"
@@ -159,10 +160,10 @@ def check(scale: float, growth: float = 2.0, backoff: float = 0.5, interval: int
         raise LossScaleError(
             f"a loss scale of {scale}: it must be finite and above 0 in FP32; 65536 is the usual start"
         )
-    if not (1 < growth < math.inf and 0 < backoff < 1 and interval >= 1):
+    if not (1 < growth < math.inf and 0 < backoff < 1 and isinstance(interval, int) and interval >= 1):
         raise LossScaleError(
             f"growth_factor={growth}, backoff_factor={backoff}, growth_interval={interval}: the scale grows by more"
-            " than 1 after at least 1 iteration and falls by less than 1 but more than 0"
+            " than 1 after a whole number of iterations, at least 1, and falls by less than 1 but more than 0"
         )
 
 

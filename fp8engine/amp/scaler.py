@@ -66,6 +66,7 @@ class GradScaler(torch.amp.GradScaler):
         decrease_every_n: int | None = None,
         rules: ScaleRules | None = None,
     ):
+        LossScaleError.unless(rules, ScaleRules | None, "GradScaler(rules=) takes fe.amp.ScaleRules")
         rules = rules or ScaleRules()
         self.rules = rules if decrease_every_n is None else replace(rules, decrease_every_n=decrease_every_n)
         if enabled:
@@ -104,7 +105,7 @@ class GradScaler(torch.amp.GradScaler):
         """Call hook(new scale / old scale) after each update that changes it, before the next backward pass.
 
         For what keeps numbers of scaled gradients: `rescale_gradients` of an FP8 scaling state is such a hook.  With a
-        hook, an update after a fused step waits for the device.
+        hook, an update after a fused step waits for the device.  Raises LossScaleError for what cannot be called.
 
         >>> scaler, factors = GradScaler("cpu"), []
         >>> _ = scaler.on_scale_change(factors.append)
@@ -113,6 +114,8 @@ class GradScaler(torch.amp.GradScaler):
         >>> factors
         [0.015625]
         """
+        if not callable(hook):
+            raise LossScaleError(f"on_scale_change takes a function of the factor, not {type(hook).__name__}")
         handle = RemovableHandle(self._hooks)
         self._hooks[handle.id] = hook
         return handle

@@ -67,7 +67,7 @@ def run(
     chosen = [] if text is None else pieces(read_text(text), TEXTS)
     if (folder := folder_of(model)) is None:
         raise ConversionError(f"{model} is a function, and export reads files: give the model's folder or its hub id")
-    loaded, missing = load_weights(folder, dtype)
+    loaded, missing, notes = load_weights(folder, dtype)
     if missing:
         raise ConversionError(
             f"{model}: {len(missing)} weights of {type(loaded).__name__} are not in its files, {missing[0]!r} the "
@@ -75,7 +75,6 @@ def run(
             "the class that was saved"
         )
     match_skips(skip or (), [name for name, *_ in linear_layers(loaded)])
-    notes: tuple[str, ...] = ()
     with quiet():
         if skip or decides:
             with warnings.catch_warnings():
@@ -85,7 +84,9 @@ def run(
             tokens = tokens_of(folder, tokenizer)
             ids, _ = token_ids(chosen, tokens, LENGTH)
             run_training_steps(loaded, batches(loaded, ids, tokens))
-            notes = (f"recipe 'auto' has decided from {len(ids)} parts of {text}; each layer's recipe is in the table",)
+            notes.append(
+                f"recipe 'auto' has decided from {len(ids)} parts of {text}; each layer's recipe is in the table"
+            )
         asked = None if skip or decides else recipe
         try:
             report = fe.hf.export(loaded, out, asked, layout=layout, max_shard_size=max_shard_size)

@@ -77,14 +77,16 @@ def load_pretrained(target: str, tokenizer: str | None) -> tuple[nn.Module, Toke
         if tokenizer is None:
             raise ConversionError(f"{target}: a function brings no tokenizer: give --tokenizer FOLDER, or bytes")
         return model, tokens_of(None, tokenizer), []
-    model, missing = load_weights(folder)
-    notes = [f"{len(missing)} weights are not in {folder} and are random, {missing[0]!r} the first"] if missing else []
+    model, missing, notes = load_weights(folder)
+    if missing:
+        notes.append(f"{len(missing)} weights are not in {folder} and are random, {missing[0]!r} the first")
     return model, tokens_of(folder, tokenizer), notes
 
 
-def load_weights(folder: Path, dtype: str = "auto") -> tuple[Any, list[str]]:
+def load_weights(folder: Path, dtype: str = "auto") -> tuple[Any, list[str], list[str]]:
     """(model of the class that the folder's config.json names, names of weights that the folder lacks and that are
-    random).  dtype: one of DTYPES; "auto" is the stored one.
+    random, notes for the user of weights that the class has no place for).  dtype: one of DTYPES; "auto" is the stored
+    one.
 
     Raises ConversionError, saying what was wrong: no such folder, FP8 already, files that transformers cannot use.
     """
@@ -94,7 +96,9 @@ def load_weights(folder: Path, dtype: str = "auto") -> tuple[Any, list[str]]:
         how = {"dtype": DTYPES[dtype], "local_files_only": True, "output_loading_info": True}
         with quiet():
             model, info = (kind or transformers.AutoModel).from_pretrained(folder, **how)
-    return model, sorted(info["missing_keys"])
+    extra, kind = info["unexpected_keys"], type(model).__name__
+    note = f"{len(extra)} weights of {folder} are left out, {min(extra, default='')!r} the first: {kind} has none"
+    return model, sorted(info["missing_keys"]), [note] if extra else []
 
 
 @contextlib.contextmanager

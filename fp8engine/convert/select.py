@@ -273,8 +273,8 @@ def _same_dtype(module: nn.Module, key: str, recipe: Recipe) -> bool:
     if is_parametrized(module, key):  # as above: its weight is not to be computed
         weight = next(cast(nn.ModuleDict, module.parametrizations)[key].parameters())
     else:
-        weight = getattr(module, key, torch.empty(0))
-    return weight.dtype == recipe.input.format.dtype
+        weight = getattr(module, key, None)
+    return getattr(weight, "dtype", None) == recipe.input.format.dtype
 
 
 def _obstacle(module: nn.Module) -> str | None:
@@ -298,11 +298,11 @@ def _obstacle(module: nn.Module) -> str | None:
         return "its weight is made by its first forward: run the model once before fe.convert"
     if not is_plain_linear(kind) and not is_parametrized(module, "weight"):
         return f"{kind.__name__} is a subclass of nn.Linear with code of its own"
-    if "weight" not in module._parameters:
+    if module._parameters.get("weight") is None:
         return "its weight is computed (weight_norm, pruning or a parametrization)"
     weight = module.weight
     if type(weight.data) is not torch.Tensor:
         return f"its weight is a {type(weight.data).__name__}, quantised or sharded already"
-    if weight.dtype not in FLOATS:
-        return f"its weight is {weight.dtype}; FP8 casts take float32, bfloat16 or float16"
+    if weight.dtype not in FLOATS or weight.layout is not torch.strided:
+        return f"its weight is {weight.dtype}, {weight.layout}; FP8 casts take dense float32, bfloat16 or float16"
     return None

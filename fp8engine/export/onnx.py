@@ -89,6 +89,7 @@ def export(
 
 def _check(model: nn.Module, opset: int) -> None:
     """Raise ConversionError for what can be known before the model is traced."""
+    ConversionError.unless(model, nn.Module, "onnx.export takes an nn.Module")
     if absent := [name for name in PACKAGES if importlib.util.find_spec(name) is None]:
         raise ConversionError(f"onnx.export needs {' and '.join(absent)}: pip install 'fp8engine[onnx]'")
     if opset < FIRST_OPSET:

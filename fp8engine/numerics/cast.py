@@ -158,7 +158,7 @@ class Cast:
                 groups = granularity(*map(int, words.pop(0).split("x")))
             if left := [word for word in words if word not in ("p2", "delayed")]:
                 raise ValueError(left[0])
-        except (ValueError, TypeError) as error:
+        except (ValueError, TypeError, AttributeError) as error:
             raise InvalidRecipe(f"Cast.parse({text!r}): {error}; want for example 'e4m3 1x128 p2'") from error
         scaling = "delayed" if "delayed" in words else "current"
         return Cast(Format.named(format), groups, scaling, power_of_2="p2" in words)

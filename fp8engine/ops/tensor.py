@@ -189,9 +189,12 @@ def matmul(a_MK, b_NK, *, bias_N: torch.Tensor | None = None, out: Format = BF16
     """
     for x in (a_MK, b_NK):
         UnsupportedDtype.unless(x, torch.Tensor, "matmul takes tensors")
+    UnsupportedDtype.unless(bias_N, torch.Tensor | None, "matmul takes a tensor as bias_N")
     UnsupportedDtype.unless(out, Format, "matmul takes a Format as out (fe.BF16)")
     if a_MK.dim() < 1 or b_NK.dim() != 2 or a_MK.shape[-1] != b_NK.shape[1]:
         raise ShapeError(f"matmul: want a [..., K] and b [N, K], got {list(a_MK.shape)} and {list(b_NK.shape)}")
+    if bias_N is not None and bias_N.shape != b_NK.shape[:1]:
+        raise ShapeError(f"matmul: bias is {list(bias_N.shape)}; b {list(b_NK.shape)} wants [{b_NK.shape[0]}]")
     if out.is_fp8:
         raise UnsupportedDtype(f"matmul: out={out} needs a scale; quantize the result")
     if isinstance(a_MK, Float8Tensor) and isinstance(b_NK, Float8Tensor):

@@ -4,7 +4,7 @@ import copy
 import json
 import math
 import random
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ from fp8engine.amp.compare import compare
 from fp8engine.amp.decorate import decorate
 from fp8engine.amp.difference import Difference
 from fp8engine.amp.lists import OpLists
-from fp8engine.errors import StateError, UnsupportedDtype
+from fp8engine.errors import ConversionError, StateError, UnsupportedDtype
 
 
 def test_errors_are_those_of_float64():
@@ -180,6 +180,8 @@ def test_a_layer_that_only_one_precision_runs_diverges():
 def test_bad_arguments_are_errors(error: type[Exception], words: str, device: str, more: dict):
     with pytest.raises(error, match=words):
         compare(nn.Linear(4, 4, device=device), torch.ones(1, 4), **more)
+    with pytest.raises(ConversionError, match=r"compare takes an nn\.Module, not builtin_function_or_method"):
+        compare(cast("nn.Module", torch.relu), torch.ones(1, 4))
 
 
 @pytest.mark.parametrize("part", [False, True])

@@ -4,7 +4,7 @@ import subprocess
 import sys
 from collections import OrderedDict
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -15,12 +15,14 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from benchmarks.distributed.processes import run
 from fp8engine.amp.decorate import _check_precision, decorate
 from fp8engine.amp.master import MasterWeights
+from fp8engine.amp.scale_rules import ScaleRules
 from fp8engine.amp.scaled import ScaledOptimizer
 from fp8engine.amp.scaler import GradScaler
 from fp8engine.errors import (
     BackendError,
     ConversionError,
     LossScaleError,
+    OpListError,
     OptimizerError,
     UnknownName,
     UnsupportedDtype,
@@ -72,6 +74,13 @@ REFUSED: list[tuple[type[Exception], str, Any]] = [
     (ConversionError, "this Sequential was replaced .* call decorate first", lambda m: decorate(patched(m))),
     (ConversionError, "this Linear was replaced", lambda m: decorate(m, level="O2", excluded_layers=patched(m.up))),
     (ConversionError, "a model alone", lambda m: decorate(m, scaler=True)),
+    (ConversionError, "or a GradScaler, not float", lambda m: decorate(m, sgd(m), scaler=cast("Any", 1024.0))),
+    (
+        ConversionError,
+        "or a GradScaler, not ScaleRules",
+        lambda m: decorate(m, sgd(m), scaler=cast("Any", ScaleRules())),
+    ),
+    (OpListError, "not dict", lambda m: decorate(m, sgd(m), level="O2", lists=cast("Any", {}))),
 ]
 
 

@@ -326,3 +326,13 @@ def test_what_cannot_be_wrapped():
     ):
         with pytest.raises(OptimizerError, match=words):
             MasterWeights(given)
+
+
+def test_originals_under_names_or_of_other_shapes_are_refused():
+    """Names were taken for no parameter, and the masters were the rounded weights, in silence."""
+    model = net()
+    originals: Any = {name: p.detach().float() for name, p in model.named_parameters()}
+    shapes: Any = {p: torch.zeros(3) for p in model.parameters()}
+    for words, given in (("got 0.weight", originals), (r"got a Parameter of shape \[", shapes)):
+        with pytest.raises(OptimizerError, match=words):
+            MasterWeights(torch.optim.SGD(model.parameters(), lr=0.1), originals=given)

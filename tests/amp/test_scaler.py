@@ -10,7 +10,7 @@ import math
 import pickle
 import random
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -25,7 +25,14 @@ from fp8engine.errors import LossScaleError, OptimizerError
 from fp8engine.scaling.table import ScalingState
 
 BAD = (math.inf, -math.inf, math.nan)
-NO_RULES = ({"decrease_every_n": 0}, {"floor": 0.0}, {"floor": 4.0, "ceiling": 2.0}, {"collapse_after": -1})
+NO_RULES = (
+    {"decrease_every_n": 0},
+    {"decrease_every_n": 1.5},
+    {"floor": 0.0},
+    {"floor": 4.0, "ceiling": 2.0},
+    {"collapse_after": -1},
+    {"on_collapse": "warn"},
+)
 
 
 def values(rng: random.Random, length: int) -> list[float]:
@@ -282,11 +289,15 @@ def test_factors_that_make_no_rule(wrong: dict):
 
 def test_other_states_that_are_refused_or_moved():
     scaler = GradScaler("cpu", rules=ScaleRules(ceiling=2.0**20))
+    nothing, no_rules = cast("Any", None), cast("Any", {"floor": 1.0})
     for error, words, call in (
         (OptimizerError, "disabled", lambda: scaler.load_state_dict({})),
         (LossScaleError, r"growth_factor, .* missing", lambda: scaler.load_state_dict({"scale": 1.0})),
         (LossScaleError, "-1", lambda: scaler.load_state_dict({**scaler.state_dict(), "_growth_tracker": -1})),
         (LossScaleError, "outside", lambda: GradScaler("cpu", 2.0**21, rules=ScaleRules(ceiling=2.0**20))),
+        (LossScaleError, "takes a function of the factor, not NoneType", lambda: scaler.on_scale_change(nothing)),
+        (LossScaleError, r"takes fe\.amp\.ScaleRules, not dict", lambda: GradScaler("cpu", rules=no_rules)),
+        (LossScaleError, "a whole number of", lambda: GradScaler("cpu", growth_interval=cast("int", 2.0))),
         *((LossScaleError, None, functools.partial(ScaleRules, **rules)) for rules in NO_RULES),
     ):
         with pytest.raises(error, match=words):

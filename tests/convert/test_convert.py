@@ -172,19 +172,25 @@ class OnlyInit(nn.Linear):
         super().__init__(8, 8)
 
 
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
 def test_what_cannot_be_swapped_is_left_with_the_reason():
     linear = lambda: nn.Linear(8, 8)  # noqa: E731 - several uses
     model: Any = nn.ModuleDict({"own": Own(8, 8), "init": OnlyInit(), "plain": linear(), "wide": linear().double()})
     model["bilinear"], model["normed"] = nn.Bilinear(8, 8, 8), parametrizations.weight_norm(linear())
     model["pruned"] = prune.l1_unstructured(linear(), "weight", amount=0.5)
+    model["taken"], model["sparse"] = linear(), linear()
+    model["taken"].weight = None
+    model["sparse"].weight = nn.Parameter(torch.eye(8).to_sparse_csr(), requires_grad=False)
     converted(model)
     assert set(recipes_of(model)) == {"init", "plain"}
     why = reasons(model)
     assert why["own"] == "Own is a subclass of nn.Linear with code of its own"
     assert why["normed"] == why["pruned"] == "its weight is computed (weight_norm, pruning or a parametrization)"
+    assert why["taken"] == why["pruned"]
     assert why["wide"].startswith("its weight is torch.float64")
+    assert why["sparse"].startswith("its weight is torch.float32, torch.sparse_csr")
     assert type(model["own"]) is Own
-    for name in ("own", "normed", "pruned"):
+    for name in ("own", "normed", "pruned", "sparse"):
         assert model[name](torch.randn(3, 8)).shape == (3, 8)
     blocked = nn.ModuleDict({"own": Own(8, 8), "plain": linear(), "other": Own(8, 8)})
     with pytest.raises(fe.errors.StrictError, match=r"2 layers cannot be converted: own \(Own is a subclass"):

@@ -1,5 +1,6 @@
 """`fp8engine export` as a person and as a script use it."""
 
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,14 @@ def test_json_says_what_was_written(plain: Path, tmp_path: Path):
     assert found["bytes_after"] == (out / "model.safetensors").stat().st_size < found["bytes_before"]
     assert load_file(out / "model.safetensors")["lm_head.weight"].dtype == torch.bfloat16
     assert load(out)
+
+
+def test_weights_that_the_class_has_no_place_for_are_named(plain: Path, tmp_path: Path):
+    """A class that transformers does not know is read as the model without its head, which the export then lacks."""
+    config = json.loads((plain / "config.json").read_text())
+    (plain / "config.json").write_text(json.dumps({**config, "architectures": ["OwnForCausalLM"]}))
+    notes = told("export", plain, tmp_path / "out", "-r", "rowwise")["notes"]
+    assert any("1 weights of" in note and "'lm_head.weight' the first: LlamaModel has none" in note for note in notes)
 
 
 def test_a_person_gets_a_table(plain: Path, tmp_path: Path):

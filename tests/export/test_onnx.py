@@ -1,7 +1,7 @@
 """ONNX graphs of converted models: onnxruntime computes what the engine computes, for other sizes than exported."""
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import tiny_models as tiny
@@ -57,6 +57,8 @@ def test_what_cannot_be_exported_is_refused():
         fe.onnx.export(layer.eval(), (x,), opset=19)
     with pytest.raises(ConversionError, match=r"call fe\.convert first"):
         fe.onnx.export(nn.Linear(32, 16).eval(), (x,))
+    with pytest.raises(ConversionError, match=r"takes an nn\.Module, not NoneType"):
+        fe.onnx.export(cast("nn.Module", None), (x,))
     with pytest.raises(ConversionError, match="'auto' has decided nothing yet"):
         fe.onnx.export(fe.convert(nn.Sequential(nn.Linear(32, 16)), "auto").eval(), (x,))
 

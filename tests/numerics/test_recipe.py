@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import json
 import pickle
+from typing import cast
 
 import pytest
 from hypothesis import assume, given
@@ -259,3 +260,5 @@ def test_json_from_another_version_is_refused():
 def test_a_text_that_is_no_cast_is_refused(text: str):
     with pytest.raises(InvalidRecipe):
         Cast.parse(text)
+    with pytest.raises(InvalidRecipe, match=r"Cast\.parse\(None\): .* want for example"):
+        Cast.parse(cast("str", None))

@@ -87,6 +87,11 @@ def test_fp32_runs_without_tensor_cores():
     assert layer_time(high_precision(FP32), *LARGE).matmuls["dgrad"].limit == "FP32 units"
 
 
+@pytest.mark.parametrize("shape", [(8192, 64, 128), (8192, 128, 128), (16, 16, 16), (128, 4096, 4096)])
+def test_fp32_is_never_predicted_faster_than_16_bits(shape: tuple[int, int, int]):
+    assert speedup(high_precision(FP32), *shape) <= 1
+
+
 class Computed(TorchDispatchMode):
     """The operators that compute something, in order."""
 

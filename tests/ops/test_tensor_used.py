@@ -4,7 +4,7 @@ fe.matmul is held against float64 products.  Of two FP8 operands: sums in FP32 (
 (2^-22 |y|), one rounding to `out` (u |y|).  Ordinary tensors beside them keep autograd.
 """
 
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -233,3 +233,13 @@ def test_what_matmul_refuses(plain: bool, a, b, out, error, why: str):
         fe.matmul(x, w, out=out)
     with pytest.raises(fe.errors.UnsupportedDtype, match="matmul takes tensors, not NoneType"):
         fe.matmul(x, None)
+
+
+@pytest.mark.parametrize("plain", [True, False])
+def test_a_bias_that_matmul_refuses(plain: bool):
+    x = torch.randn(4, 8) if plain else operand(torch.randn(4, 8), fe.PerTensor())
+    for shape in ((3,), (1,), (), (4, 4)):  # torch would broadcast all but the first
+        with pytest.raises(fe.errors.ShapeError, match=r"b \[4, 8\] wants \[4\]"):
+            fe.matmul(x, x, bias_N=torch.zeros(shape))
+    with pytest.raises(fe.errors.UnsupportedDtype, match="matmul takes a tensor as bias_N, not float"):
+        fe.matmul(x, x, bias_N=cast("torch.Tensor", 1.0))
