@@ -39,7 +39,7 @@ BUDGET = {
     "numerics": 610,
     "ops": 3_052,
     "report": 2_803,
-    "scaling": 1_248,
+    "scaling": 1_250,
     "top level": 440,
 }
 NO_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}

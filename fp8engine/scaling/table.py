@@ -247,6 +247,8 @@ class ScalingState:
         """
         if torch.is_grad_enabled():
             self._predict(waits)
+            if not waits:  # else a layer of this forward that runs in eager code begins the step again
+                self.backward_seen = False
 
     def enter(self) -> None:
         """A layer's forward begins (not compiled): `begin_step`, if a backward pass has ended a step since, if
