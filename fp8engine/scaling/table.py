@@ -312,6 +312,16 @@ class ScalingState:
             if cast != getattr(before, role) or recipe.margin != before.margin:
                 self.live_2S[1, index] = 0.0
 
+    def forget(self, layer: int) -> None:
+        """A layer as before its first step, in place: graphs hold the tables."""
+        at = slice(len(SLOTS) * layer, len(SLOTS) * (layer + 1))
+        self.outputs.settle(self.counts_CS)
+        self.history_HS[:, at] = self.counts_CS[:, at] = self.live_2S[1, at] = 0
+        self.live_2S[0, at] = self.entered_1[0] = -1
+        if layer in self.outputs.layers:
+            self.outputs.rule(layer, 0.0, 0.0, self.rules_3S, self.live_2S)
+            self._follow(layer, self.layers[layer][1])
+
     def rescale_gradients(self, factor: float) -> None:
         """The loss scale was multiplied by `factor`: so are the gradients' past amaxes, and their scales follow."""
         if not factor > 0:

@@ -93,6 +93,21 @@ def test_a_layer_that_is_left_to_eager_code_begins_no_step_a_second_time():
     assert same(run("cccc"), run("eeee"))
 
 
+def test_a_layer_that_goes_back_one_step_enters_the_amaxes_that_were_saved():
+    layer = BY_HAND()
+    compiled = torch.compile(layer, backend="aot_eager")
+
+    def step(number: int) -> list[torch.Tensor]:
+        compiled(batch(number)).square().mean().backward()
+        return tables(layer)
+
+    step(0), step(1)
+    saved = fe.scaling_state_dict(layer)
+    wanted = step(2)
+    fe.load_scaling_state_dict(layer, saved)
+    assert same(step(2), wanted)
+
+
 @pytest.mark.parametrize("frozen", [False, True])
 def test_a_copy_of_a_weight_is_not_read_under_a_scale_that_a_graph_has_replaced(frozen: bool):
     """An answer in eager code between compiled steps, whose weight has stood still since it had a larger amax."""
