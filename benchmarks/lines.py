@@ -38,8 +38,8 @@ BUDGET = {
     "nn": 1_425,
     "numerics": 610,
     "ops": 3_056,
-    "report": 2_803,
-    "scaling": 1_248,
+    "report": 2_805,
+    "scaling": 1_258,
     "top level": 440,
 }
 NO_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}

@@ -135,6 +135,8 @@ class StateView(Mapping[str, SlotView]):
         loads = [controller.loading(found) for controller, found in zip(self.controllers, kept, strict=True)]
         if any(state.delayed for state in self.states):
             _warn_of_marks(slots)
+        for numerics in self.layers.values():  # the file may lack a result's slot, or hold a shorter history
+            numerics.state.forget(numerics.layer)
         for load in loads:  # before the tables: a recipe clears a scale
             load()
         for name, slot in self.slots().items():

@@ -247,6 +247,8 @@ class ScalingState:
         """
         if torch.is_grad_enabled():
             self._predict(waits)
+            if not waits:  # else a layer of this forward that runs in eager code begins the step again
+                self.backward_seen = False
 
     def enter(self) -> None:
         """A layer's forward begins (not compiled): `begin_step`, if a backward pass has ended a step since, if
@@ -309,6 +311,16 @@ class ScalingState:
             self.rules_3S[:, index] = rule.to(self.device, non_blocking=True)  # without waiting for the device
             if cast != getattr(before, role) or recipe.margin != before.margin:
                 self.live_2S[1, index] = 0.0
+
+    def forget(self, layer: int) -> None:
+        """A layer as before its first step, in place: graphs hold the tables."""
+        at = slice(len(SLOTS) * layer, len(SLOTS) * (layer + 1))
+        self.outputs.settle(self.counts_CS)
+        self.history_HS[:, at] = self.counts_CS[:, at] = self.live_2S[1, at] = 0
+        self.live_2S[0, at] = self.entered_1[0] = -1
+        if layer in self.outputs.layers:
+            self.outputs.rule(layer, 0.0, 0.0, self.rules_3S, self.live_2S)
+            self._follow(layer, self.layers[layer][1])
 
     def rescale_gradients(self, factor: float) -> None:
         """The loss scale was multiplied by `factor`: so are the gradients' past amaxes, and their scales follow."""

@@ -7,6 +7,7 @@ import math
 
 import pytest
 import torch
+from chains import Chain, chain, storing
 from support import Net, converted, same, state_of, tables, train
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -102,12 +103,13 @@ def test_flags_of_layers_that_were_put_together_otherwise_are_all_states(flags: 
 
 
 @pytest.mark.parametrize("more", [-3, 5])
-def test_under_auto_a_history_of_another_length_is_cut_or_leaves_the_rest(more: int):
+def test_under_auto_a_history_of_another_length_is_cut_or_filled_with_zeros(more: int):
     """As of a run that had decided on recipes with other histories; a fixed recipe refuses it."""
     model = converted(Net(), fe.auto(objective="speed"))
     saved, depth = fe.scaling_state_dict(model), len(state_of(model).history_HS)
     for slot in saved["slots"].values():
         slot["history"] = torch.arange(1.0, depth + more + 1)
+    state_of(model).history_HS.fill_(7.0)  # of the run so far
     fe.load_scaling_state_dict(model, saved)
     wanted = [float(i) if i <= depth + more else 0.0 for i in range(1, depth + 1)]
     columns = state_of(model).history_HS.T.tolist()
@@ -117,6 +119,19 @@ def test_under_auto_a_history_of_another_length_is_cut_or_leaves_the_rest(more: 
     fixed = converted(Net(), "delayed")
     with pytest.raises(fe.errors.StateError, match="was it saved under another recipe or history length"):
         fe.load_scaling_state_dict(fixed, {key: value for key, value in saved.items() if key != "auto"})
+
+
+def test_a_result_that_was_not_stored_then_finds_its_scale_anew_where_the_model_has_trained_since():
+    saved = fe.scaling_state_dict(converted(Chain(), "delayed"))
+    used, fresh = (chain("delayed", storing(fe.delayed()), warm=warm) for warm in (3, 0))
+    fresh.load_state_dict(used.state_dict())
+    found = []
+    for model in (used, fresh):
+        fe.load_scaling_state_dict(model, saved)
+        drawn = torch.Generator().manual_seed(1)
+        results = [model(torch.randn(8, 40, generator=drawn) * 2.0**-step) for step in range(3)]
+        found.append([*results, *tables(model)])
+    assert same(*found)
 
 
 def test_a_run_resumed_behind_a_step_of_nan_decides_as_the_uninterrupted_one():
