@@ -2,7 +2,9 @@
 
     torch's nn.TransformerEncoder   in evaluation hands all weights to one operator: kept from that fast path
     what a dry run tells            Mamba reads `self.dt_proj.weight` and never calls it: convert leaves it (dry_run.py)
-    everything else                 found in the first forward: BypassWarning, or StrictError
+    everything else                 found in the first forward, and where that is an evaluation's in the first of
+                                    training too (Gemma 3n reads in one and calls in the other): BypassWarning,
+                                    or StrictError
 
 The report would otherwise say FP8 of what ran in the weight's own precision.  A layer that was not called proves
 nothing (a branch, an unused expert), and a weight that was read does not either (its own forward reads it); both
@@ -27,6 +29,7 @@ from fp8engine.nn.class_swap import Mixin, change_class, mix, mixed
 from fp8engine.nn.linear import Float8Module, float8_modules
 
 READ = "_read"  # attribute of a watched layer: names of its parameters that were read
+BEFORE = "_before"  # and what each parameter's matmul ran on before this forward
 
 
 class CallsItsLayers(Mixin):
@@ -65,31 +68,38 @@ class Watched(Mixin):
 
 
 class FirstForward:
-    """Two hooks of a converted root, gone after the first forward that returns something.
+    """Two hooks of a converted root, gone after the first forward in training that returns something.
 
+    Of evaluations the first alone is watched.  evaluated: whether it was.
     strict: a bypassed layer raises StrictError instead of the BypassWarning.
     """
 
     def __init__(self, model: nn.Module, strict: bool):
         self.strict = strict
+        self.evaluated = False
         self.before = model.register_forward_pre_hook(self.begin)
         self.after = model.register_forward_hook(self.end, always_call=True)  # an error must not leave layers watched
 
     def begin(self, model: nn.Module, _) -> None:
         """Put scaling states where their layers are, and watch every layer."""
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or (self.evaluated and not model.training):
             return
-        place_states(model)
+        if not self.evaluated:
+            place_states(model)
         for layer in list(_eager(model)):
             kind = type(layer)  # read once: another thread's first forward may end now
             if issubclass(kind, Float8Module) and not issubclass(kind, Watched):
                 change_class(layer, mixed(Watched, kind))
+                before = vars(layer)[BEFORE] = {}
+                for name in layer._parameters:
+                    if (numerics := cast(Float8Module, layer).numerics_of(name)) is not None:
+                        before[name], numerics.ran = numerics.ran, None
 
     def end(self, model: nn.Module, _, output: object) -> None:
         """Warn of what was bypassed.  output: None after an error, and the next forward is the first then."""
         if torch.compiler.is_compiling():
             return
-        if output is not None:
+        if output is not None and model.training:
             self.before.remove()  # before the classes are put back: no other thread begins after that
         idle: list[tuple[Numerics, bool]] = []
         for layer in model.modules():
@@ -97,14 +107,17 @@ class FirstForward:
             if not issubclass(kind, Watched):
                 continue
             change_class(layer, kind.plain)
-            read = vars(layer).pop(READ, ())
+            read, before = vars(layer).pop(READ, ()), vars(layer).pop(BEFORE, {})
             for name in layer._parameters:
                 numerics = cast(Float8Module, layer).numerics_of(name)
                 if numerics is not None and numerics.recipe.is_fp8 and numerics.ran is None:
                     idle.append((numerics, name in read))
+                    numerics.ran = before.get(name)
         if output is None:
             return
-        self.after.remove()
+        self.evaluated = True
+        if model.training:
+            self.after.remove()
         for numerics, bypassed in idle:
             numerics.bypassed = bypassed
         if names := [numerics.name for numerics, bypassed in idle if bypassed]:

@@ -36,6 +36,7 @@ FROM_FORWARD = "auto has seen no training step: formats are those that it has de
 NEVER_RAN = "never ran: its forward was not called (its weight may be read directly)"
 DECIDED = "16 bits, as auto has decided: its decisions say why"
 BYPASSED = "never ran: its weight is read directly, its forward was not called"
+READ_IN_ONE_MODE = "in training or in evaluation its weight is read directly, and not in FP8"
 
 
 def inspect(model: nn.Module) -> Report:
@@ -215,6 +216,8 @@ def _why(numerics: Numerics, ran: bool, backend: str) -> str:
         return DECIDED if decides else f"asked for {recipe.name}"
     if not ran:
         return BYPASSED if numerics.bypassed else NEVER_RAN
+    if numerics.bypassed:
+        return READ_IN_ONE_MODE
     if why := matmul.why_emulated(state.device, backend):
         return f"emulated: {why}"
     if numerics.sizes is None or numerics.kind is None:

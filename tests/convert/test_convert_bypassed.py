@@ -256,3 +256,37 @@ def test_compiled_parts_are_not_watched():
     (text,) = said(lambda: [model(x) for _ in range(3)])
     assert text.startswith("2 converted layer(s) did not run in FP8: parts.1.dt_proj, parts.1.x_proj. ")
     assert count.frame_count == 1, "nothing that its graphs are guarded by has changed"
+
+
+class ReadsInTraining(nn.Module):
+    """Clamps a weight in training, and calls the layer in evaluation, as Gemma 3n's AltUp does; of two tensors."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(32, 32), nn.Linear(32, 32, bias=False)
+
+    def forward(self, x, scale):
+        h = self.first(x)
+        if self.training:
+            return scale * nn.functional.linear(h, self.second.weight.clamp(-9, 9))
+        return scale * self.second(h)
+
+
+@pytest.mark.parametrize("evaluated", [False, True])
+def test_a_weight_read_in_training_alone_is_told_whichever_mode_comes_first(evaluated: bool):
+    model, x, scale = converted(ReadsInTraining()), torch.randn(4, 32), torch.ones(32)
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(2 * evaluated):
+            model.eval()(x, scale)
+    with pytest.warns(fe.errors.BypassWarning, match="1 converted layer.*: second"):
+        model.train()(x, scale).sum().backward()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model(x, scale).sum().backward()
+        model.eval()(x, scale)
+    hooks = (*model._forward_hooks.values(), *model._forward_pre_hooks.values())
+    assert not any(isinstance(getattr(hook, "__self__", None), FirstForward) for hook in hooks)
+    rows = {row["name"]: row["reason"] for row in fe.inspect(model).layers}
+    assert "read directly" in rows["second"]
+    assert "read directly" not in rows["first"]
