@@ -28,8 +28,8 @@ from fp8engine.errors import BypassWarning, StrictError
 from fp8engine.nn.class_swap import Mixin, change_class, mix, mixed
 from fp8engine.nn.linear import Float8Module, float8_modules
 
-READ = "_read"  # attribute of a watched layer: names of its parameters that were read
-BEFORE = "_before"  # and what each parameter's matmul ran on before this forward
+# Attribute of a watched layer: names of its parameters that were read, what the matmul of each ran on before.
+READ = "_read"
 
 
 class CallsItsLayers(Mixin):
@@ -63,7 +63,7 @@ class Watched(Mixin):
     def __getattr__(self, name: str) -> Any:
         found = super().__getattr__(name)
         if name in self._parameters:
-            self.__dict__.setdefault(READ, set()).add(name)
+            self.__dict__.get(READ, (set(),))[0].add(name)
         return found
 
 
@@ -89,8 +89,9 @@ class FirstForward:
         for layer in list(_eager(model)):
             kind = type(layer)  # read once: another thread's first forward may end now
             if issubclass(kind, Float8Module) and not issubclass(kind, Watched):
+                before: dict[str, str | None] = {}
+                vars(layer)[READ] = set(), before
                 change_class(layer, mixed(Watched, kind))
-                before = vars(layer)[BEFORE] = {}
                 for name in layer._parameters:
                     if (numerics := cast(Float8Module, layer).numerics_of(name)) is not None:
                         before[name], numerics.ran = numerics.ran, None
@@ -107,7 +108,7 @@ class FirstForward:
             if not issubclass(kind, Watched):
                 continue
             change_class(layer, kind.plain)
-            read, before = vars(layer).pop(READ, ()), vars(layer).pop(BEFORE, {})
+            read, before = vars(layer).pop(READ, ((), {}))
             for name in layer._parameters:
                 numerics = cast(Float8Module, layer).numerics_of(name)
                 if numerics is not None and numerics.recipe.is_fp8 and numerics.ran is None:
