@@ -34,6 +34,8 @@ from fp8engine.numerics.recipe import Recipe, resolve
 Skip = Callable[[str, nn.Module], bool]
 HEADS = ("lm_head", "head", "heads", "classifier", "score", "output_projection", "embed_out", "proj_out", "qa_outputs")
 HEADS += ("classification_head", "seq_relationship", "sop_classifier", "visual_projection", "text_projection")
+HEADS += ("class_labels_classifier", "class_predictor", "bbox_predictor", "box_head", "dense_prediction", "ctc_head")
+HEADS += ("logits_dense", "audio_lm_head", "embedding_proj_layer")
 ROUTERS = ("router", "shared_expert_gate")  # and a `gate` beside `experts`; a gated MLP has a `gate` too
 ADAPTERS = ("lora_A", "lora_B", "lora_magnitude_vector", "modules_to_save")
 SAVED = re.compile(r"\bmodules_to_save\.[^.]+")  # peft's whole copy of a layer, which is trained in its place

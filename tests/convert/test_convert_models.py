@@ -109,6 +109,32 @@ def test_what_is_a_head(case: str):
     assert left(make(), "output head") == want
 
 
+ENCODER = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "num_hidden_layers": 1}
+DECODER = {"num_key_value_heads": 2, "head_dim": 16, "cross_num_attention_heads": 2, "cross_num_key_value_heads": 2}
+DECODER |= {"cross_head_dim": 16, "cross_hidden_size": 32}
+DETECTION = {"class_labels_classifier.layers.2", "bbox_predictor.layers.2"}
+
+
+# Heads as wide as no config says: one class more ("no object"), a box of four numbers, one number, channels * words.
+@pytest.mark.parametrize(
+    ("kind", "size", "want"),
+    [
+        ("YolosForObjectDetection", ENCODER | {"image_size": [32, 32]}, DETECTION),
+        ("EomtForUniversalSegmentation", ENCODER | {"image_size": 64, "num_blocks": 1}, {"class_predictor"}),
+        ("ElectraForPreTraining", ENCODER | {"embedding_size": 32}, {"discriminator_predictions.dense_prediction"}),
+        (
+            "DiaForConditionalGeneration",
+            {"encoder_config": ENCODER | {"head_dim": 16}, "decoder_config": ENCODER | DECODER},
+            {"logits_dense"},
+        ),
+    ],
+)
+def test_heads_of_detection_and_of_several_channels_are_heads(kind: str, size: dict, want: set[str]):
+    with torch.device("meta"):
+        model = getattr(hf, kind)(getattr(hf, kind).config_class(**size))
+    assert left(model, "output head") == want
+
+
 SIZE = {"vocab_size": 64, "hidden_size": 32, "num_attention_heads": 2, "num_hidden_layers": 2}
 SIZE |= {"num_local_experts": 4, "num_experts_per_tok": 2, "kv_channels": 16, "intermediate_size": 64}
 SWITCH = {"vocab_size": 64, "d_model": 32, "d_ff": 64, "num_layers": 2, "num_decoder_layers": 2, "num_heads": 2}
