@@ -76,7 +76,9 @@ class Float8Tensor(torch.Tensor):
         cast = _cast_of(self.granularity, self._data.dtype)
         if cast.per_tensor:
             return (casts.decode(self._data, torch.float32) * self._scale).to(self.dtype)
-        return reference.folded(self.operand(), torch.float32).view(self._data.shape).to(self.dtype)
+        operand = self.operand()
+        operand = operand._replace(data=casts.decode(operand.data, torch.float32))  # an operator, in a graph as well
+        return reference.folded(operand, torch.float32).view(self._data.shape).to(self.dtype)
 
     def operand(self) -> Operand:
         """What the matmuls take; a matrix (leading dimensions count as rows)."""

@@ -243,6 +243,21 @@ def test_compile_takes_one_in_and_gives_one_out():
     assert torch.equal(plain, q.dequantize() + x)
 
 
+@pytest.mark.parametrize("granularity", GRANULARITIES, ids=str)
+def test_a_graph_dequantises_as_eager_code_does(granularity):
+    """Of more elements than a table of codes is used for, in any order of dimensions."""
+    torch._dynamo.reset()
+
+    def both(x):
+        q = fe.quantize(x, cast_of(granularity))
+        return q.t().dequantize(), q.view(10, 8, 40).permute(2, 1, 0).dequantize()
+
+    x = torch.randn(80, 40)
+    for mine, its in zip(torch.compile(both, fullgraph=True, backend="aot_eager")(x), both(x), strict=True):
+        assert torch.equal(mine, its)
+        assert mine.stride() == its.stride()
+
+
 def test_print_says_what_it_is():
     shown = repr(quantized(LINE, 2, 10, 32, dtype=torch.bfloat16))
     assert shown == "Float8Tensor(2x10x32, E4M3 per 1x16 block, dequantises to torch.bfloat16, on cpu)"
