@@ -100,7 +100,8 @@ def _expert_cast_kernel(
         flushed, nonfinite, top, least = seen
         seen = flushed, nonfinite, peak(top).to(tl.float32, bitcast=True), tl.min(tl.min(least, 1), 0)
         elements = tl.cast(tl.load(bounds + EXPERTS), tl.int64) * K
-        finish((work, live, counts, index, stride_live, stride_counts), elements, seen, COUNT, RECORD)
+        if elements > 0:  # where no expert has a row, there was no call
+            finish((work, live, counts, index, stride_live, stride_counts), elements, seen, COUNT, RECORD)
 
 
 @triton.jit

@@ -255,9 +255,9 @@ def _in_16_bits(x_TK, weight_ENK, bias_EN, bounds_2E1: torch.Tensor, dtype: torc
     if not grouped.groupable(x_TK, weight_ENK):
         return _one_by_one(x_TK, weight_ENK, bias_EN, bounds_2E1)
     ends_E = bounds_2E1[0, 1:].contiguous()
-    y_TN = torch.nn.functional.grouped_mm(x_TK.contiguous(), weight_ENK.mT, offs=ends_E)
+    y_TN = torch.nn.functional.grouped_mm(grouped.in_rows(x_TK), weight_ENK.mT, offs=ends_E)
     if y_TN.requires_grad:
-        y_TN.register_hook(torch.Tensor.contiguous)  # its backward refuses an expanded gradient, as of a sum
+        y_TN.register_hook(grouped.in_rows)  # its backward refuses an expanded gradient, as of a sum
     # In FP32, in which the bias's gradient is summed then: one of 16 bits would stop growing after 2^8 rows.
     return y_TN if bias_EN is None else (y_TN + grouped.of_rows(bias_EN.float(), ends_E, len(x_TK))).to(dtype)
 

@@ -19,6 +19,7 @@ from fp8engine.ops import device, joined, reference, triton_backend
 from fp8engine.ops.backends import asked
 from fp8engine.ops.library import direct, operation
 from fp8engine.ops.reference import Operand, Slot, operand
+from fp8engine.ops.reference.scale import FP32_MAX
 
 
 def choose(where: torch.device) -> str:
@@ -98,7 +99,7 @@ def quantize_given(x_MK: torch.Tensor, cast: Cast, scale: torch.Tensor) -> Opera
     device.check_one("quantize", x_MK, scale=scale)
     if scale.dim():
         scale = shaped(scale, x_MK, cast)
-    data = encode(x_MK, cast, torch.ones_like(scale) / scale)
+    data = encode(x_MK, cast, (torch.ones_like(scale) / scale).clamp(max=FP32_MAX))  # as a measured s: 0 * Inf is NaN
     return Operand(data, scale, cast.rows, cast.cols)  # the caller's scale is not known to be a power of two
 
 

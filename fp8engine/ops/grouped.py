@@ -125,7 +125,7 @@ def sums_16(a_TM: torch.Tensor, b_TN: torch.Tensor, bounds_2E1, out: torch.dtype
     if not groupable(a_TM, b_TN):
         return twin.sums_16(a_TM, b_TN, bounds_2E1, out)
     ends_E = bounds_2E1[0, 1:].contiguous()
-    dw_EMN = torch.nn.functional.grouped_mm(a_TM.contiguous().t(), b_TN.contiguous(), offs=ends_E)
+    dw_EMN = torch.nn.functional.grouped_mm(in_rows(a_TM).t(), in_rows(b_TN), offs=ends_E)
     empty_E = torch.diff(bounds_2E1[0]) == 0
     # Over no rows a card's kernel need not write its tile.
     return dw_EMN.masked_fill_(empty_E[:, None, None], 0).to(out)
@@ -189,6 +189,15 @@ def groupable(*tensors: torch.Tensor) -> bool:
     if any(x.dtype != torch.bfloat16 or not x.numel() for x in tensors):
         return False
     return not any(size * x.itemsize % scaled_grouped.ALIGNED for x in tensors for size in x.shape[1:])
+
+
+def in_rows(x_TK: torch.Tensor) -> torch.Tensor:
+    """x without gaps, as torch's grouped matmul takes it: `contiguous` leaves a single row its stride.
+
+    >>> in_rows(torch.ones(1, 5)[:, :4]).stride()
+    (4, 1)
+    """
+    return x_TK.contiguous().flatten().view(x_TK.shape)
 
 
 def _by_torch(a: Operand, b: Operand, ends_E, bias_EN, fast: bool, transposed: bool) -> torch.Tensor:

@@ -10,6 +10,7 @@ would write into FP8 codes is refused.  One that a layer returned has a gradient
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from dataclasses import replace
 from typing import Any
@@ -76,7 +77,9 @@ class Float8Tensor(torch.Tensor):
         cast = _cast_of(self.granularity, self._data.dtype)
         if cast.per_tensor:
             return (casts.decode(self._data, torch.float32) * self._scale).to(self.dtype)
-        return reference.folded(self.operand(), torch.float32).view(self._data.shape).to(self.dtype)
+        operand = self.operand()
+        operand = operand._replace(data=casts.decode(operand.data, torch.float32))  # an operator, in a graph as well
+        return reference.folded(operand, torch.float32).view(self._data.shape).to(self.dtype)
 
     def operand(self) -> Operand:
         """What the matmuls take; a matrix (leading dimensions count as rows)."""
@@ -144,7 +147,7 @@ def quantize(x: torch.Tensor, cast: Cast, scale: torch.Tensor | None = None) -> 
 
     scale: use this one (x ≈ q * scale; it must have the shape the cast's granularity gives) instead of measuring x:
     what does not fit then saturates.  Rows count over the leading dimensions.  A scale's values are not looked at, as
-    that would wait for the device: under one of 0 numbers come back as 0 and 0 as NaN, under Inf or NaN all as NaN.
+    that would wait for the device: under one of 0 all numbers come back as 0, under Inf or NaN as NaN.
     Raises UnsupportedDtype for a dtype that is not FP32, BF16 or FP16 or a cast that is not to FP8, InvalidRecipe for
     what is no cast, ShapeError for a scale of another shape, BackendError for one on another device.
 
@@ -167,7 +170,10 @@ def quantize(x: torch.Tensor, cast: Cast, scale: torch.Tensor | None = None) -> 
         if scale is None:
             operand = casts.quantize(flat, cast)
         else:
-            operand = casts.quantize_given(flat, cast, casts.shaped(scale.detach().float(), flat, cast))
+            given = scale.detach().float()
+            if given.dim() == x.dim() > 2 and given.shape[:-1] == x.shape[:-1]:
+                given = _matrix(given)  # as a result's own scale lies
+            operand = casts.quantize_given(flat, cast, casts.shaped(given, flat, cast))
     scale = operand.scale
     if x.dim() > 2 and cast.rows == 1:
         scale = scale.view(*x.shape[:-1], scale.shape[-1])
@@ -233,7 +239,7 @@ def _plain(x: Any) -> Any:
 
 def _refuse_writing(func, args, kwargs) -> None:
     """Raise for an operation that writes: what it writes to a dequantised copy would be lost silently."""
-    for argument, value in zip(func._schema.arguments, args, strict=False):
+    for argument, value in itertools.zip_longest(func._schema.arguments, args):
         values = [value, kwargs.get(argument.name)] if argument.alias_info and argument.alias_info.is_write else []
         if any(isinstance(leaf, Float8Tensor) for leaf in tree_leaves(values)):
             raise UnsupportedDtype(
@@ -299,7 +305,7 @@ def _reshape(func, args, kwargs):
 def _strided(func, args, kwargs):
     """The same memory in the same shape, as fully_shard asks for it."""
     x, size, stride, *offset = args
-    same = (tuple(size), tuple(stride)) == (tuple(x.shape), x.stride()) and x.storage_offset() in (None, *offset, 0)
+    same = (tuple(size), tuple(stride)) == (tuple(x.shape), x.stride()) and offset in ([], [None], [x.storage_offset()])
     return _same(func=aten.detach.default, args=(x,), kwargs={}) if same else None
 
 
@@ -307,9 +313,9 @@ def _copy(func, args, kwargs):
     target, source = args[:2]
     if not isinstance(target, Float8Tensor):
         return target.copy_(source.dequantize())
-    if not isinstance(source, Float8Tensor):
+    if any(getattr(source, name, None) != getattr(target, name) for name in ("format", "granularity")):
         cast = Cast(target.format, target.granularity, power_of_2=target.power_of_2)
-        source = quantize(source.to(target.device), cast)
+        source = quantize(_plain(source).to(target.device), cast)
     target._data.copy_(source._data)
     target._scale.copy_(source._scale)
     target.power_of_2 = source.power_of_2

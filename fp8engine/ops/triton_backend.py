@@ -119,7 +119,7 @@ def matmul(a: Operand, b: Operand, epilogue: Epilogue, fast: bool = False, confi
     if config is not None and config.descriptors:
         describable = _kernel("launch", "describable")
         config = config if describable(a.data) and describable(b.data) else None
-    return _launch(a.data, ("matmul", "matmul_fp8"), a, b, epilogue, not fast, config, environment.gluon())
+    return _launch(a.data, ("matmul", "matmul_fp8"), a, b, _ending(epilogue), not fast, config, environment.gluon())
 
 
 def matmul_fp16(a_MK: torch.Tensor, b_NK: torch.Tensor, epilogue: Epilogue) -> torch.Tensor:
@@ -129,7 +129,7 @@ def matmul_fp16(a_MK: torch.Tensor, b_NK: torch.Tensor, epilogue: Epilogue) -> t
         reason = f"{a_MK.dtype} by {b_NK.dtype}; want both float16 or both bfloat16"
     if reason:
         raise BackendError(f"backend 'triton' cannot multiply these: {reason}; use fe.backend('reference')")
-    return _launch(a_MK, ("matmul", "matmul_fp16"), _addressable(a_MK), _addressable(b_NK), epilogue)
+    return _launch(a_MK, ("matmul", "matmul_fp16"), _addressable(a_MK), _addressable(b_NK), _ending(epilogue))
 
 
 @functools.cache
@@ -174,17 +174,23 @@ def grouped(launcher: str, a: Operand, b: Operand, bounds_2E1, epilogue: Epilogu
     """
     a, b = _suited(a, b)
     return _launch(
-        a.data, ("matmul_grouped", launcher), a, b, bounds_2E1, epilogue, not fast, None, environment.gluon()
+        a.data, ("matmul_grouped", launcher), a, b, bounds_2E1, _ending(epilogue), not fast, None, environment.gluon()
     )
 
 
 def _suited(a: Operand, b: Operand) -> tuple[Operand, Operand]:
-    """Both contiguous along what is summed, and in groups along it where one of them is."""
+    """Both contiguous along what is summed, and in groups along it where one of them is; row scales without gaps."""
     a, b = a._replace(data=_along_k(a.data)), b._replace(data=_along_k(b.data))
     if not (a.scaled_along_k or b.scaled_along_k):
-        return a, b
+        return a._replace(scale=a.scale.contiguous()), b._replace(scale=b.scale.contiguous())
     size = a.cols if a.scaled_along_k else b.cols
     return in_groups(a, size), in_groups(b, size)
+
+
+def _ending(epilogue: Epilogue) -> Epilogue:
+    """The epilogue with a bias without gaps: kernels take no stride for it."""
+    bias = epilogue.bias_N
+    return epilogue if bias is None else epilogue._replace(bias_N=bias.contiguous())
 
 
 def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, form: Form) -> torch.Tensor:

@@ -12,7 +12,7 @@ from fp8engine.kernels import expert_rows
 from fp8engine.kernels.matmul_grouped import grouped_rows, grouped_sums
 from fp8engine.kernels.quantize_experts import expert_sums, quantize_experts, transpose_experts
 from fp8engine.kernels.tuning import Config
-from fp8engine.ops.reference import Epilogue, Operand, quantize
+from fp8engine.ops.reference import Epilogue, Operand, Slot, quantize
 from fp8engine.ops.reference import grouped as twin
 
 SMALL = Config(64, 32, 64, group_m=2, warps=4, stages=2, descriptors=False)
@@ -85,6 +85,13 @@ def test_casts_of_any_division_are_the_twins(sizes, k, group, transposed):
         groups = slice(used // group[0])
         scale, scale_twin = ((s[:, groups] if transposed else s[groups]) for s in (scale, scale_twin))
     assert torch.equal(scale, scale_twin)
+
+
+@pytest.mark.parametrize("group", [(-1, 1), (32, 32)])
+def test_rows_of_which_no_expert_has_one_are_no_call(group):
+    slot = Slot(torch.tensor([[-1.0], [0.0]]), torch.zeros(7, 1, dtype=torch.int64), 0)
+    quantize_experts(torch.randn(130, 40), cast_of(E4M3, *group), twin.bounds_of(torch.tensor([0, 0])), slot)
+    assert (slot.live_2S.flatten().tolist(), slot.counts_CS.any()) == ([-1.0, 0.0], torch.tensor(False))
 
 
 @settings(max_examples=5)

@@ -10,8 +10,9 @@ from torch import nn
 
 import fp8engine as fe
 from fp8engine.errors import BackendError, UnknownName
-from fp8engine.ops import casts, matmul, reference, triton_backend
+from fp8engine.ops import casts, grouped, matmul, reference, triton_backend
 from fp8engine.ops.reference import Epilogue
+from fp8engine.ops.reference.grouped import bounds_of
 
 OTHERS = ("cublas", "reference")
 
@@ -213,3 +214,29 @@ def test_what_an_emulated_call_has_kept_serves_our_kernels(recipe: str):
         found.append([y.detach(), x.grad, *(p.grad for p in model.parameters())])
     for other in found[1:]:
         assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))
+
+
+STRIDES = {
+    "every second": lambda x: torch.stack([x, x + 5], -1)[..., 0],
+    "one number": lambda x: x[..., :1].expand(x.shape),
+    "columns first": lambda x: x.t().contiguous().t(),
+}
+
+
+@pytest.mark.parametrize("lie", STRIDES.values(), ids=STRIDES)
+def test_a_bias_and_scales_of_rows_of_any_strides(lie):
+    """Of one matrix, of 16 bits, and of experts: kernels take no stride for these."""
+    bias = lie(torch.randn(2, 40).bfloat16())
+    bounds = bounds_of(torch.tensor([17, 16]))
+    a, b = operand(33, 64, 1), operand(80, 64, 1)
+    a = a._replace(scale=STRIDES["every second"](a.scale[:, 0])[:, None])
+    half = torch.randn(33, 64).bfloat16()
+    for call in (
+        lambda: matmul.matmul(a, b._replace(data=b.data[:40], scale=b.scale[:40]), bias[1], torch.float32),
+        lambda: matmul.matmul_fp16(half, half[:20].repeat(2, 1), bias[1]),
+        lambda: grouped.rows(a, b, bounds, bias, torch.float32),
+    ):
+        with fe.backend("reference"):
+            wanted = call()
+        with fe.backend("triton"):
+            assert torch.allclose(call(), wanted, rtol=2.0**-7, atol=1e-4)

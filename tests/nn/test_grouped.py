@@ -45,6 +45,20 @@ def test_sizes_are_ints_or_a_tensor(recipe: str):
         assert torch.equal(layer(x, given), want)
 
 
+@pytest.mark.parametrize("recipe", [*FP8_RECIPES, "bf16"])
+def test_a_single_row_of_any_stride(recipe: str):
+    """`contiguous` leaves it its stride, which torch's grouped matmul wants in multiples of 16 bytes."""
+    layer = layer_of(recipe, dtype=torch.bfloat16)
+    wide, dy = torch.randn(1, 37).bfloat16(), torch.randn(1, 53).bfloat16()
+    found = []
+    for x, d in ((wide[:, :32], dy[:, :48]), (wide[:, :32].clone(memory_format=torch.contiguous_format), dy[:, :48])):
+        layer.zero_grad()
+        y = layer(x.requires_grad_(), [0, 1, 0, 0])
+        y.backward(d)
+        found.append((y, x.grad, layer.weight.grad.clone()))
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
 @pytest.mark.parametrize("shape", [(1, 1), (33, 50), (0, 8), (16, 16)], ids=str)
 @pytest.mark.parametrize("recipe", [*FP8_RECIPES, "bf16", "fp32"])
 def test_any_number_of_rows_and_columns(recipe: str, shape):

@@ -215,6 +215,37 @@ def test_copy_into():
     assert torch.equal(plain, q.dequantize())
 
 
+@pytest.mark.parametrize("format", [fe.E4M3, fe.E5M2], ids=str)
+@pytest.mark.parametrize("granularity", GRANULARITIES, ids=str)
+def test_copy_into_codes_of_another_cast_casts_anew(granularity, format):
+    q = quantized(SQUARE)
+    for other in (fe.quantize(torch.randn(20, 40), cast_of(granularity, format)), quantized(granularity).t().t()):
+        q.copy_(other)
+        assert_same_tensor(q, fe.quantize(other.dequantize(), cast_of(SQUARE)))
+
+
+def test_a_result_is_never_written_into_codes_that_cannot_hold_it():
+    q = quantized()
+    with pytest.raises(fe.errors.UnsupportedDtype, match="writes into a Float8Tensor"):
+        torch.add(torch.ones(20, 40), 5.0, out=q)
+
+
+def test_as_strided_with_another_offset_is_not_the_same_memory():
+    q = quantized()[:2]
+    assert_same_tensor(q.as_strided((2, 40), (40, 1)), q)
+    with pytest.raises(RuntimeError, match="out of bounds"):  # of the dequantised copy
+        q.as_strided((2, 40), (40, 1), 40)
+
+
+@pytest.mark.parametrize("granularity", [TENSOR, ROW, LINE], ids=str)
+@pytest.mark.parametrize("x", [torch.randn(2, 3, 40), torch.randn(2, 3, 40) * 1e-38], ids=["ordinary", "tiny"])
+def test_a_result_s_own_scale_gives_it_again(x, granularity):
+    """Of tiny values, whose factor is FP32's largest number and its inverse's inverse Inf, zeros too."""
+    x[0, 0] = 0.0
+    q = fe.quantize(x, cast_of(granularity))
+    assert torch.equal(fe.quantize(x, cast_of(granularity), scale=q.scale).dequantize(), q.dequantize())
+
+
 def test_as_a_parameter():
     q = quantized(ROW)
     layer = nn.Linear(40, 20, bias=False)
@@ -241,6 +272,21 @@ def test_compile_takes_one_in_and_gives_one_out():
     assert_same_tensor(transposed, q.t())
     assert_same_tensor(kept, q)
     assert torch.equal(plain, q.dequantize() + x)
+
+
+@pytest.mark.parametrize("granularity", GRANULARITIES, ids=str)
+def test_a_graph_dequantises_as_eager_code_does(granularity):
+    """Of more elements than a table of codes is used for, in any order of dimensions."""
+    torch._dynamo.reset()
+
+    def both(x):
+        q = fe.quantize(x, cast_of(granularity))
+        return q.t().dequantize(), q.view(10, 8, 40).permute(2, 1, 0).dequantize()
+
+    x = torch.randn(80, 40)
+    for mine, its in zip(torch.compile(both, fullgraph=True, backend="aot_eager")(x), both(x), strict=True):
+        assert torch.equal(mine, its)
+        assert mine.stride() == its.stride()
 
 
 def test_print_says_what_it_is():

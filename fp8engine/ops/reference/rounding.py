@@ -123,7 +123,8 @@ def decode(codes: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     if not codes.is_contiguous():
         if codes.dim() == 2 and codes.t().is_contiguous():
             return decode(codes.t(), dtype).t()
-        codes = codes.contiguous()
+        # With the strides that `to` gives, which a graph expects.
+        return torch.empty_like(codes, dtype=dtype).copy_(decode(codes.contiguous(), dtype))
     flat = codes.view(torch.uint8).view(-1)
     if flat.numel() % 2 or flat.storage_offset() % 2:  # no pairs
         return codes.to(dtype)

@@ -94,6 +94,7 @@ def test_decode_of_any_view_is_exact(code, view, dtype):
     codes = VIEWS[view](every_code(code).view(torch.uint8)).view(code)
     found, wanted = decode(codes, dtype), values(codes)
     assert (found.shape, found.dtype) == (codes.shape, dtype)
+    assert found.stride() == torch.empty_like(codes, dtype=dtype).stride(), "as a graph expects it"
     assert_same(found.double().numpy(), wanted, f"{code} to {dtype}")
     number = ~np.isnan(wanted)
     assert (np.signbit(found.double().numpy()) == np.signbit(wanted))[number].all(), "sign of zero"
