@@ -25,13 +25,13 @@ GOALS = {"engine": 8_600, "kernels": 2_500, "package": 20_600}  # lines of code
 # By room: lines of code that it may have.
 BUDGET = {
     "amp": 3_107,
-    "auto": 1_733,
+    "auto": 1_746,
     "autograd": 2_021,
     "bench": 796,
     "cli": 969,
     "convert": 1_754,
     "demo": 993,
-    "distributed": 2_256,
+    "distributed": 2_257,
     "export": 1_344,
     "integrations": 195,
     "kernels": 2_887,

@@ -14,8 +14,10 @@ that of layers without a root that is called.  Where fe.distributed.fsdp gathers
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import weakref
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import nn
@@ -80,6 +82,20 @@ def _trained(state: ScalingState) -> list[nn.Parameter]:
 
 def _counters(state: ScalingState) -> int:
     return state.optimizer_steps + sum(p._version for p in _trained(state))
+
+
+@contextlib.contextmanager
+def unseen(states: Iterable[ScalingState]) -> Iterator[None]:
+    """A step of an optimizer inside ends no step of the training: torch makes one to find an optimizer's state."""
+    before = [(state, state.optimizer_steps, _counters(state), state in WAITING) for state in states]
+    yield
+    for state, steps, counters, waits in before:
+        state.optimizer_steps = steps
+        between = state.controller and state.controller.between
+        if between and between.seen not in (None, SAME):
+            between.seen += _counters(state) - counters
+        if waits:
+            WAITING.add(state)
 
 
 @functools.cache

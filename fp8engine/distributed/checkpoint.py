@@ -30,6 +30,7 @@ from torch import nn
 from fp8engine import _torch, files
 from fp8engine.amp.scaled import ScaledOptimizer
 from fp8engine.amp.wrapped import has_masters
+from fp8engine.auto.between import unseen
 from fp8engine.distributed.agree import agree
 from fp8engine.distributed.amax import join_now, states_of
 from fp8engine.errors import StateError
@@ -269,7 +270,7 @@ def _tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[
             " fe.distributed.save(path, model, optimizer.inner, scaler=optimizer.scaler)"
         )
     is_new = optimizer is not None and not optimizer.state
-    with _state_may_be_made(optimizer):
+    with _state_may_be_made(optimizer), unseen(states_of(model)):
         of_model, of_optimizer = get_state_dict(model, () if optimizer is None else optimizer)
     if optimizer is not None and is_new:
         optimizer.state.clear()

@@ -234,3 +234,17 @@ def test_the_trainer_takes_a_loaded_base(tmp_path):
     ids = tiny.tokens(2)
     with torch.no_grad():
         assert torch.equal(again.eval()(ids).logits, model.eval()(ids).logits)
+
+
+def test_adapters_train_under_ddp_over_gloo(group):
+    """Gloo broadcasts no FP8: docs/serving.md names init_sync=False, which leaves every rank its own weights."""
+
+    def gradients(wrap) -> list[torch.Tensor]:
+        model = with_lora(frozen_llama())
+        wrap(model)(input_ids=torch.arange(8)[None]).logits.square().mean().backward()
+        return [p.grad for p in model.parameters() if p.requires_grad]
+
+    ddp = nn.parallel.DistributedDataParallel
+    with pytest.raises(RuntimeError, match="Invalid scalar type"):
+        gradients(ddp)
+    assert all(map(torch.equal, gradients(lambda model: model), gradients(lambda model: ddp(model, init_sync=False))))

@@ -245,3 +245,31 @@ def test_gradients_that_are_there_hide_no_optimizer_state(tmp_path: Path):
             assert torch.equal(p, q)
             assert optimizer.state[p].keys() == loaded.state[q].keys()
             assert all(torch.equal(x, loaded.state[q][key]) for key, x in optimizer.state[p].items())
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.SGD])
+def test_a_save_between_microbatches_ends_no_step(optimizer, sharded: bool, group, tmp_path: Path):
+    """Torch steps an optimizer without state to find its names (SGD never has one); auto decides as without a save."""
+
+    def decided(saves: bool) -> tuple[list[int], list[float]]:
+        torch.manual_seed(0)
+        model = converted(nn.Sequential(nn.Linear(32, 64), nn.Linear(64, 8)), "auto")
+        if sharded:
+            fe.distributed.fsdp(model, blocks=list(model))
+        stepping, losses = optimizer(model.parameters(), 1e-2), []
+        for microbatch in range(9):
+            loss = model(torch.randn(8, 32, generator=torch.Generator().manual_seed(microbatch))).square().mean()
+            loss.backward()
+            losses.append(loss.item())
+            if saves:
+                fe.distributed.save(tmp_path / "one", model, stepping)
+            if microbatch % 3 == 2:
+                stepping.step()
+                stepping.zero_grad(set_to_none=False)
+        return [line["step"] for line in fe.inspect(model).decisions], losses
+
+    steps, losses = decided(False)
+    assert set(steps) == {3}
+    assert decided(True) == (steps, losses)
