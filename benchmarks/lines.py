@@ -25,7 +25,7 @@ GOALS = {"engine": 8_600, "kernels": 2_500, "package": 20_600}  # lines of code
 # By room: lines of code that it may have.
 BUDGET = {
     "amp": 3_107,
-    "auto": 1_746,
+    "auto": 1_748,
     "autograd": 2_021,
     "bench": 796,
     "cli": 969,

@@ -88,14 +88,16 @@ def _counters(state: ScalingState) -> int:
 def unseen(states: Iterable[ScalingState]) -> Iterator[None]:
     """A step of an optimizer inside ends no step of the training: torch makes one to find an optimizer's state."""
     before = [(state, state.optimizer_steps, _counters(state), state in WAITING) for state in states]
-    yield
-    for state, steps, counters, waits in before:
-        state.optimizer_steps = steps
-        between = state.controller and state.controller.between
-        if between and between.seen not in (None, SAME):
-            between.seen += _counters(state) - counters
-        if waits:
-            WAITING.add(state)
+    try:
+        yield
+    finally:
+        for state, steps, counters, waits in before:
+            state.optimizer_steps = steps
+            between = state.controller and state.controller.between
+            if between and between.seen not in (None, SAME):
+                between.seen += _counters(state) - counters
+            if waits:
+                WAITING.add(state)
 
 
 @functools.cache
