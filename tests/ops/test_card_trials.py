@@ -16,6 +16,7 @@ from fp8engine.ops import card_trials, choice_file, device, matmul, triton_backe
 from fp8engine.ops.card_trials import BUDGET, CardRunner, CardTrials
 from fp8engine.ops.casts import cast_transpose
 from fp8engine.ops.choice_file import Choice, Job
+from fp8engine.ops.reference import Epilogue
 
 CUDA = torch.device("cuda", 0)
 
@@ -233,7 +234,7 @@ def test_a_configuration_reaches_the_kernel_where_descriptors_can_describe_the_o
     monkeypatch.setattr(triton_backend, "_addressable", lambda x: x)
     for kind, k in (("tensor", 64), ("block", 256), ("tensor", 60)):
         a, b = card_trials.operands(Job("", kind, 32, 48, k), torch.device("cpu"))
-        triton_backend.matmul(a, b, SimpleNamespace(), True, FAST)  # type: ignore[arg-type]
+        triton_backend.matmul(a, b, Epilogue(), True, FAST)
     assert seen == [FAST, FAST, None]
 
 
