@@ -177,11 +177,9 @@ def test_one_graph_of_the_whole_model_is_an_error_under_strict():
 
 
 @NO_LEAF
+@pytest.mark.slow
 @pytest.mark.usefixtures("fresh")
-@pytest.mark.parametrize(
-    "how",
-    ["wrapped", *(pytest.param(how, marks=pytest.mark.slow) for how in ("inside another module", "forward alone"))],
-)
+@pytest.mark.parametrize("how", ["wrapped", "inside another module", "forward alone"])
 def test_a_model_compiled_whole_is_seen_and_changes(how: str):
     model, eager = plain(), plain()
     run = model

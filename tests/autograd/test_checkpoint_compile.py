@@ -41,7 +41,6 @@ NESTED: dict[str, Callable] = {
 }
 
 
-@pytest.mark.short
 @pytest.mark.slow
 @pytest.mark.parametrize("nested", NESTED)
 def test_a_graph_of_checkpointed_blocks_equals_eager_code_without(nested: str):

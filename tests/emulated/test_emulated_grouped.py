@@ -295,7 +295,7 @@ def test_a_step_has_as_many_launches_for_any_number_of_experts(recipe: str, expe
     assert len(there.done) == LAUNCHES[recipe]
 
 
-@pytest.mark.short
+@pytest.mark.slow
 def test_large_experts_in_blocks_are_multiplied_by_hoppers_kernel(monkeypatch: pytest.MonkeyPatch):
     """Forward, dgrad and wgrad: the casts leave codes and scales as its copies by TMA want them."""
     monkeypatch.setattr(triton_backend, "no_card", lambda where, oldest=None: None)

@@ -130,6 +130,7 @@ def test_every_recipe_on_the_card_is_counted():
     assert set(RECIPES) - {recipe for recipe, _ in LAUNCHES} == {"fp32"}  # torch's own
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", [resolve("rowwise_gw_hp"), MIXED], ids=["wide rows", "casts of their own"])
 def test_launches_of_other_casts(recipe, card, monkeypatch: pytest.MonkeyPatch):
     assert launches.WIDEST == quantize_groups.WIDEST
