@@ -29,7 +29,7 @@ BUDGET = {
     "autograd": 2_021,
     "bench": 796,
     "cli": 969,
-    "convert": 1_754,
+    "convert": 1_755,
     "demo": 993,
     "distributed": 2_257,
     "export": 1_344,

@@ -119,9 +119,10 @@ class FirstForward:
         self.evaluated = True
         if model.training:
             self.after.remove()
+        names = [numerics.name for numerics, bypassed in idle if bypassed and not numerics.bypassed]
         for numerics, bypassed in idle:
-            numerics.bypassed = bypassed
-        if names := [numerics.name for numerics, bypassed in idle if bypassed]:
+            numerics.bypassed = numerics.bypassed or bypassed
+        if names:
             self._report(names)
 
     def _report(self, names: list[str]) -> None:

@@ -199,8 +199,6 @@ def matmul(a_MK, b_NK, *, bias_N: torch.Tensor | None = None, out: Format = BF16
     UnsupportedDtype.unless(out, Format, "matmul takes a Format as out (fe.BF16)")
     if a_MK.dim() < 1 or b_NK.dim() != 2 or a_MK.shape[-1] != b_NK.shape[1]:
         raise ShapeError(f"matmul: want a [..., K] and b [N, K], got {list(a_MK.shape)} and {list(b_NK.shape)}")
-    if bias_N is not None and bias_N.shape != b_NK.shape[:1]:
-        raise ShapeError(f"matmul: bias is {list(bias_N.shape)}; b {list(b_NK.shape)} wants [{b_NK.shape[0]}]")
     if out.is_fp8:
         raise UnsupportedDtype(f"matmul: out={out} needs a scale; quantize the result")
     if isinstance(a_MK, Float8Tensor) and isinstance(b_NK, Float8Tensor):
@@ -208,6 +206,8 @@ def matmul(a_MK, b_NK, *, bias_N: torch.Tensor | None = None, out: Format = BF16
         return y_MN.view(*a_MK.shape[:-1], b_NK.shape[0])
     a_MK, b_NK = _plain(a_MK), _plain(b_NK)
     device.check_one("matmul", a_MK, b=b_NK, bias=bias_N)
+    if bias_N is not None and bias_N.shape != b_NK.shape[:1]:
+        raise ShapeError(f"matmul: bias is {list(bias_N.shape)}; b {list(b_NK.shape)} wants [{b_NK.shape[0]}]")
     if a_MK.dtype != b_NK.dtype:
         b_NK = b_NK.to(a_MK.dtype)
     y_MN = products.matmul_fp16(_matrix(a_MK), b_NK, None if bias_N is None else bias_N.to(a_MK.dtype), out.dtype)

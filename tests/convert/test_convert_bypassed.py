@@ -272,6 +272,17 @@ class ReadsInTraining(nn.Module):
         return scale * self.second(h)
 
 
+def test_a_weight_read_in_both_modes_is_told_once():
+    model, x = converted(ReadsInTraining()), torch.randn(4, 32)
+    model.forward = lambda x: nn.functional.linear(model.first(x), model.second.weight)
+    with pytest.warns(fe.errors.BypassWarning, match="1 converted layer.*: second"), torch.no_grad():
+        model.eval()(x)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model.train()(x)
+    assert fe.inspect(model).layers[1]["reason"].startswith("never ran: its weight is read directly")
+
+
 @pytest.mark.parametrize("evaluated", [False, True])
 def test_a_weight_read_in_training_alone_is_told_whichever_mode_comes_first(evaluated: bool):
     model, x, scale = converted(ReadsInTraining()), torch.randn(4, 32), torch.ones(32)
